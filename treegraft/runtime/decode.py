@@ -1,0 +1,259 @@
+"""The lossless tree decoder: draft a tree, verify it in one target forward, commit what the target agrees with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from treegraft.runtime import signals
+from treegraft.runtime.drafting import Drafting, medium_step, plan_medium, small_step
+from treegraft.runtime.forward import TreeForward
+from treegraft.runtime.medium import LMDrafter
+from treegraft.runtime.models import Model
+from treegraft.runtime.ngram import NGramDrafter
+from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.scheduler import Artifact, Mask, Schedule
+from treegraft.runtime.size import Cut
+from treegraft.runtime.tree import DraftTree, Paths
+
+
+@dataclass
+class Round:
+    """What one round did. `tokens[k - 1]` are the nodes that step k's medium call processed, lag aside (0: no call).
+
+    `ms` splits the wall time: target, medium, small, signals (with the decision) and rest.
+    """
+
+    position: int  # answer tokens before the root
+    lag: int  # before the round, in tokens
+    mask: int
+    tokens: list[int]
+    drafted: int
+    kept: int
+    accepted: int
+    ms: dict[str, float]
+    signals: list[dict[str, Any]]  # what each decision read
+
+    @property
+    def medium_calls(self) -> int:
+        return sum(count > 0 for count in self.tokens)
+
+
+@dataclass
+class Decoded:
+    """An answer (token ids, end of sequence included) and how it came about. Times are in ms, prompt included."""
+
+    tokens: list[int]
+    rounds: list[Round] = field(default_factory=list)
+    first_token_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass
+class Plan:
+    """How to decode: a schedule, the shape of its trees, and the choice of verification size; depth 0 never drafts."""
+
+    name: str
+    schedule: Schedule | Artifact
+    drafting: Drafting
+    cut: Cut
+
+
+AUTOREGRESSIVE = Plan("autoregressive", Mask(0), Drafting(depth=0), Cut("none"))
+
+
+class ContextError(ValueError):
+    """A prompt that does not fit the model's context, or is empty."""
+
+
+def end_tokens(model: Model) -> set[int]:
+    """The ids that end an answer, by the model's generation config."""
+    ids = model.lm.generation_config.eos_token_id
+    return set(ids) if isinstance(ids, list) else {ids} - {None}
+
+
+def check_prompt(model: Model, prompt: list[int], max_new_tokens: int, depth: int) -> None:
+    """Raise ContextError where `prompt` is empty or the answer could leave the model's context."""
+    if not prompt:
+        raise ContextError("the prompt is empty; give at least one token")
+    needed = len(prompt) + max_new_tokens + depth
+    if needed > model.context:
+        raise ContextError(
+            f"{len(prompt)} prompt tokens + {max_new_tokens} new + {depth} drafted = {needed} exceed the context of "
+            f"{model.name!r}, {model.context} tokens; shorten the prompt or lower --max-new-tokens"
+        )
+
+
+def decode(
+    target: Model,
+    medium: Model | None,
+    prompt: list[int],
+    plan: Plan,
+    max_new_tokens: int,
+    chooser: Chooser | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
+) -> Decoded:
+    """Decode one answer; the text is the target's own whatever the plan.
+
+    Raises ContextError for a prompt that is empty or too long. `on_tokens` receives each round's new tokens.
+    """
+    start = perf_counter()
+    chooser = chooser or Chooser()
+    drafting = plan.drafting
+    check_prompt(target, prompt, max_new_tokens, drafting.depth)
+    if medium is not None:
+        check_prompt(medium, prompt, max_new_tokens, drafting.depth)
+    ends = end_tokens(target)
+    verifier = TreeForward(target)
+    small = NGramDrafter()
+    drafter = LMDrafter(medium) if medium is not None else None
+    if drafting.depth:
+        small.extend(prompt)
+    text = list(prompt)
+    decoded = Decoded([])
+    measure = {"target_entropy", "target_margin"} & set(plan.schedule.reads)
+    entropy, margin = 0.0, 0.0
+    while True:
+        # The first round drafts nothing: it is the prompt's forward.
+        first = len(text) == len(prompt)
+        clock = _Clock()
+        committed, root = text[:-1], text[-1]
+        paths = Paths(root, committed, small.longest)
+        tree = DraftTree(token=[root])
+        lag = 0 if drafter is None else drafter.lag(committed)
+        mask, tokens, read = 0, [], []
+        if not first:
+            state = signals.State(
+                tree, drafting.width, 0, 0, len(prompt), len(decoded.tokens) - 1, entropy, margin, lag=lag,
+                match=lambda node: small.match(paths, tree.path[node]), planned=lambda: len(plan_medium(tree, drafting)),
+                accepted=[round.accepted for round in decoded.rounds],
+            )  # fmt: skip
+            mask, tokens, read = draft(tree, paths, committed, small, drafter, plan, state, clock)
+        order = tree.ordered(drafting.budget)
+        kept = order[: plan.cut.size([tree.log_s[node] for node in order], len(committed))]
+        clock.lap("rest")
+        logits = verifier(committed, paths, [0] + [tree.path[node] for node in kept])
+        accepted, bonus, last = accept(tree, kept, logits, chooser, text)
+        if measure:
+            entropy, margin = uncertainty(logits[last])
+        clock.lap("target")
+        emitted = [tree.token[node] for node in accepted] + [bonus]
+        remaining = max_new_tokens - len(decoded.tokens)
+        stop = next((i + 1 for i, token in enumerate(emitted) if token in ends), len(emitted))
+        emitted = emitted[: min(stop, remaining)]
+        path = [0] + [tree.path[node] for node in accepted]
+        verifier.commit(path)
+        if drafter is not None:
+            drafter.commit(path)
+        if drafting.depth:
+            small.extend(emitted)
+        text += emitted
+        decoded.tokens += emitted
+        if on_tokens:
+            on_tokens(emitted)
+        clock.lap("rest")
+        if first:
+            decoded.first_token_ms = (perf_counter() - start) * 1e3
+        else:
+            taken = min(len(accepted), len(emitted))
+            decoded.rounds.append(
+                Round(len(decoded.tokens) - len(emitted) - 1, lag, mask, tokens, len(tree) - 1, len(kept), taken,
+                      clock.ms, read)
+            )  # fmt: skip
+        if len(decoded.tokens) >= max_new_tokens or decoded.tokens[-1] in ends:
+            decoded.total_ms = (perf_counter() - start) * 1e3
+            return decoded
+
+
+def draft(
+    tree: DraftTree,
+    paths: Paths,
+    committed: list[int],
+    small: NGramDrafter,
+    medium: LMDrafter | None,
+    plan: Plan,
+    state: signals.State,
+    clock: "_Clock",
+) -> tuple[int, list[int], list[dict[str, Any]]]:
+    """Grow the tree by K steps, each with the drafter that the schedule names.
+
+    Returns the mask of medium steps, the nodes processed in each step, and the signals that each decision read.
+    """
+    drafting, schedule = plan.drafting, plan.schedule
+    mask, tokens, read = 0, [], []
+    for step in range(1, drafting.depth + 1):
+        names = schedule.reads
+        if names:
+            lag = 0 if any(tokens) else state.lag
+            now = signals.State(**{**_shared(state), "step": step, "mask": mask, "lag": lag})
+            values = signals.compute(names, now)
+            read.append(values)
+        else:
+            values = {}
+        invoke = drafting.may_call(mask) and schedule.decide(step, mask, values)
+        clock.lap("signals")
+        if invoke:
+            if medium is None:
+                raise ValueError(f"schedule {plan.name!r} calls a medium drafter; give one with --medium")
+            planned = plan_medium(tree, drafting)
+            if planned:
+                medium.process(committed, paths, [tree.path[node] for node in planned], drafting.children)
+            medium_step(tree, paths, planned, medium, drafting)
+            tokens.append(len(planned))
+            mask |= 1 << (step - 1)
+            clock.lap("medium")
+        else:
+            small_step(tree, paths, small, medium, drafting)
+            tokens.append(0)
+            clock.lap("small")
+    return mask, tokens, read
+
+
+def accept(
+    tree: DraftTree, kept: list[int], logits: torch.Tensor, chooser: Chooser, text: list[int]
+) -> tuple[list[int], int, int]:
+    """Descend while the target's choice is a kept child; logits row 0 is the root's, row i that of kept[i - 1].
+
+    Returns the accepted nodes, the bonus token, and the row that chose it.
+    """
+    row = {0: 0} | {node: i + 1 for i, node in enumerate(kept)}
+    choices = logits.argmax(dim=-1).tolist() if chooser.plain else None
+    node, accepted = 0, []
+    while True:
+        if choices is not None:
+            token = choices[row[node]]
+        else:
+            token = chooser.choose(text + [tree.token[n] for n in accepted], logits[row[node]])
+        child = tree.find_child(node, token)
+        if child is None or child not in row:
+            return accepted, token, row[node]
+        accepted.append(child)
+        node = child
+
+
+def uncertainty(logits: torch.Tensor) -> tuple[float, float]:
+    """Entropy (nats) and gap (nats) between the two best tokens of one distribution, logits of shape (V,)."""
+    log_p = torch.log_softmax(logits.float(), dim=-1)
+    best = log_p.topk(2).values
+    packed = torch.stack([-(log_p.exp() * log_p).sum(), best[0] - best[1]]).tolist()
+    return packed[0], packed[1]
+
+
+def _shared(state: signals.State) -> dict[str, Any]:
+    """A state's fields without the sets it has worked out, which belong to one step."""
+    return {name: getattr(state, name) for name in state.__dataclass_fields__}
+
+
+class _Clock:
+    """Splits a round's wall time into named parts."""
+
+    def __init__(self) -> None:
+        self.ms = dict.fromkeys(("target", "medium", "small", "signals", "rest"), 0.0)
+        self._last = perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = perf_counter()
+        self.ms[part] += (now - self._last) * 1e3
+        self._last = now

@@ -1,0 +1,96 @@
+"""Latency profiles: what a target forward and a medium call cost, by tokens and context, in ms (spec section 6)."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class ProfileError(ValueError):
+    """A latency profile that cannot be read; the message names the file and the field."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A model's time: `ms[i]` for `tokens[i]` tokens (linear between, and beyond the last), plus a part per context.
+
+    Each token of context adds context_ms + context_token_ms * tokens.
+    """
+
+    tokens: tuple[int, ...]
+    ms: tuple[float, ...]
+    context_ms: float = 0.0
+    context_token_ms: float = 0.0
+
+    def __call__(self, tokens: Any, context: Any) -> np.ndarray:
+        tokens, context = np.asarray(tokens, np.float64), np.asarray(context, np.float64)
+        base = np.interp(tokens, self.tokens, self.ms)
+        if len(self.tokens) > 1:
+            slope = (self.ms[-1] - self.ms[-2]) / (self.tokens[-1] - self.tokens[-2])
+            base = base + slope * np.maximum(tokens - self.tokens[-1], 0)
+        return base + context * (self.context_ms + self.context_token_ms * tokens)
+
+
+@dataclass(frozen=True)
+class LatencyProfile:
+    """T_tgt and T_mid of one machine, and the time per step and round that is not inside a forward, all in ms."""
+
+    target: Curve
+    medium: Curve
+    small_step_ms: float = 0.0
+    medium_step_ms: float = 0.0
+    round_ms: float = 0.0
+    machine: str = ""
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str) -> "LatencyProfile":
+        try:
+            curves = {}
+            for name in ("target", "medium"):
+                fields = dict(data[name])
+                curves[name] = Curve(**{**fields, "tokens": tuple(fields["tokens"]), "ms": tuple(fields["ms"])})
+            profile = cls(**{**data, **curves})
+        except (KeyError, TypeError) as error:
+            raise ProfileError(f"{where}: not a latency profile ({error}); make one with `treegraft profile`") from error
+        for name, curve in curves.items():
+            numbers = np.array([*curve.ms, curve.context_ms, curve.context_token_ms], dtype=np.float64)
+            ordered = len(curve.tokens) == len(curve.ms) > 0 and np.all(np.diff(curve.tokens) > 0)
+            if not ordered or not np.all(np.isfinite(numbers)) or np.any(numbers < 0):
+                raise ProfileError(f"{where}: {name} needs increasing tokens with finite times >= 0 ms")
+        return profile
+
+    @classmethod
+    def load(cls, path: Path) -> "LatencyProfile":
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ProfileError(f"{path}: cannot be read ({error}); make one with `treegraft profile`") from error
+        return cls.from_dict(data, str(path))
+
+    @classmethod
+    def what_if(cls, ratio: float) -> "LatencyProfile":
+        """The what-if profile r: a target forward is 1 ms whatever its size, a call `ratio`, all else free."""
+        return cls(Curve((1,), (1.0,)), Curve((1,), (ratio,)), machine=f"what-if r={ratio}")
+
+
+def fit_curve(tokens: np.ndarray, context: np.ndarray, ms: np.ndarray) -> Curve:
+    """Fit a Curve, monotone in both arguments, to measured times (one entry a measurement)."""
+    from scipy.optimize import nnls  # only where a profile is measured, not on the decoding path
+
+    grid = np.unique(tokens)
+    # Non-negative steps between grid points keep the curve monotone; relative errors weigh small calls like large ones.
+    steps = (tokens[:, None] >= grid[None, :]).astype(np.float64)
+    design = np.column_stack([steps, context, context * tokens])
+    solution, _ = nnls(design / ms[:, None], np.ones_like(ms))
+    base = np.cumsum(solution[: len(grid)])
+    return Curve(
+        tuple(int(t) for t in grid),
+        tuple(round(float(b), 4) for b in base),
+        float(f"{solution[-2]:.6g}"),
+        float(f"{solution[-1]:.6g}"),
+    )

@@ -1,0 +1,61 @@
+"""The medium drafter: a causal LM that processes tree paths and scores their next tokens."""
+
+import torch
+
+from treegraft.runtime.forward import TreeForward
+from treegraft.runtime.models import Model
+from treegraft.runtime.tree import Paths
+
+
+class LMDrafter:
+    """Holds the log-probabilities of the paths processed in this round, over its draft vocabulary.
+
+    `calls` and `tokens` (lag included) count what it was asked to forward since it was made.
+    """
+
+    def __init__(self, model: Model):
+        self.forward = TreeForward(model)
+        self.calls = 0
+        self.tokens = 0
+        vocabulary = model.draft_vocabulary
+        self._vocabulary = None if vocabulary is None else vocabulary.tolist()
+        self._column = None if vocabulary is None else {token: i for i, token in enumerate(self._vocabulary)}
+        self._blocks: list[torch.Tensor] = []  # log-probabilities, one block a call, shape (nodes, V)
+        self._row: dict[int, tuple[int, int]] = {}  # path -> block and row in it
+        self._best: dict[int, list[tuple[int, float]]] = {}
+
+    def lag(self, committed: list[int]) -> int:
+        """Committed tokens before the root that it has not processed."""
+        return len(committed) - self.forward.seen
+
+    def process(self, committed: list[int], paths: Paths, nodes: list[int], children: int) -> None:
+        """Forward the paths in `nodes` (ancestors first) in one call, catching up with `committed` on the way."""
+        self.calls += 1
+        self.tokens += self.lag(committed) + len(nodes)
+        log_p = torch.log_softmax(self.forward(committed, paths, nodes).float(), dim=-1)
+        values, columns = log_p.topk(min(children, log_p.shape[-1]), dim=-1)
+        for row, (node, best, tokens) in enumerate(zip(nodes, values.tolist(), columns.tolist())):
+            self._row[node] = (len(self._blocks), row)
+            if self._vocabulary is not None:
+                tokens = [self._vocabulary[column] for column in tokens]
+            self._best[node] = list(zip(tokens, best))
+        self._blocks.append(log_p)
+
+    def processed(self, path: int) -> bool:
+        return path in self._row
+
+    def top(self, path: int, count: int) -> list[tuple[int, float]]:
+        return self._best[path][:count]
+
+    def log_p(self, path: int, tokens: list[int]) -> list[float | None]:
+        if not tokens:
+            return []
+        columns = tokens if self._column is None else [self._column.get(token, -1) for token in tokens]
+        block, row = self._row[path]
+        values = self._blocks[block][row, columns].tolist()  # -1 reads the last column, and is dropped here
+        return [value if column >= 0 else None for value, column in zip(values, columns)]
+
+    def commit(self, path: list[int]) -> None:
+        """End the round; `path` is what was committed (path ids, root first)."""
+        self.forward.commit(path)
+        self._blocks, self._row, self._best = [], {}, {}

