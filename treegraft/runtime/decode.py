@@ -43,10 +43,14 @@ class Round:
 
 @dataclass
 class Decoded:
-    """An answer (token ids, end of sequence included) and how it came about. Times are in ms, prompt included."""
+    """An answer (token ids, end of sequence included) and how it came about. Times are in ms, prompt included.
+
+    `uncertainty[i]` is the target's entropy and margin (see `uncertainty`) where it chose token i.
+    """
 
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
+    uncertainty: list[tuple[float, float]] = field(default_factory=list)  # of each token's choice, where measured
     first_token_ms: float = 0.0
     total_ms: float = 0.0
 
@@ -94,10 +98,12 @@ def decode(
     max_new_tokens: int,
     chooser: Chooser | None = None,
     on_tokens: Callable[[list[int]], None] | None = None,
+    measure: bool = False,
 ) -> Decoded:
     """Decode one answer; the text is the target's own whatever the plan.
 
-    Raises ContextError for a prompt that is empty or too long. `on_tokens` receives each round's new tokens.
+    Raises ContextError for a prompt that is empty or too long. `on_tokens` receives each round's new tokens;
+    `measure` records the target's uncertainty at each of them.
     """
     start = perf_counter()
     chooser = chooser or Chooser()
@@ -113,8 +119,7 @@ def decode(
         small.extend(prompt)
     text = list(prompt)
     decoded = Decoded([])
-    measure = {"target_entropy", "target_margin"} & set(plan.schedule.reads)
-    entropy, margin = 0.0, 0.0
+    measure = measure or not {"target_entropy", "target_margin"}.isdisjoint(plan.schedule.reads)
     while True:
         # The first round drafts nothing: it is the prompt's forward.
         first = len(text) == len(prompt)
@@ -125,6 +130,7 @@ def decode(
         lag = 0 if drafter is None else drafter.lag(committed)
         mask, tokens, read = 0, [], []
         if not first:
+            entropy, margin = decoded.uncertainty[-1] if measure else (0.0, 0.0)
             state = signals.State(
                 tree, drafting.width, 0, 0, len(prompt), len(decoded.tokens) - 1, entropy, margin, lag=lag,
                 match=lambda node: small.match(paths, tree.path[node]), planned=lambda: len(plan_medium(tree, drafting)),
@@ -135,9 +141,9 @@ def decode(
         kept = order[: plan.cut.size([tree.log_s[node] for node in order], len(committed))]
         clock.lap("rest")
         logits = verifier(committed, paths, [0] + [tree.path[node] for node in kept])
-        accepted, bonus, last = accept(tree, kept, logits, chooser, text)
+        accepted, bonus, rows = accept(tree, kept, logits, chooser, text)
         if measure:
-            entropy, margin = uncertainty(logits[last])
+            decoded.uncertainty += uncertainty(logits[rows])
         clock.lap("target")
         emitted = [tree.token[node] for node in accepted] + [bonus]
         remaining = max_new_tokens - len(decoded.tokens)
@@ -213,10 +219,10 @@ def draft(
 
 def accept(
     tree: DraftTree, kept: list[int], logits: torch.Tensor, chooser: Chooser, text: list[int]
-) -> tuple[list[int], int, int]:
+) -> tuple[list[int], int, list[int]]:
     """Descend while the target's choice is a kept child; logits row 0 is the root's, row i that of kept[i - 1].
 
-    Returns the accepted nodes, the bonus token, and the row that chose it.
+    Returns the accepted nodes, the bonus token, and the rows that chose them.
     """
     row = {0: 0} | {node: i + 1 for i, node in enumerate(kept)}
     choices = logits.argmax(dim=-1).tolist() if chooser.plain else None
@@ -228,17 +234,17 @@ def accept(
             token = chooser.choose(text + [tree.token[n] for n in accepted], logits[row[node]])
         child = tree.find_child(node, token)
         if child is None or child not in row:
-            return accepted, token, row[node]
+            return accepted, token, [row[n] for n in [0, *accepted]]
         accepted.append(child)
         node = child
 
 
-def uncertainty(logits: torch.Tensor) -> tuple[float, float]:
-    """Entropy (nats) and gap (nats) between the two best tokens of one distribution, logits of shape (V,)."""
+def uncertainty(logits: torch.Tensor) -> list[tuple[float, float]]:
+    """Entropy (nats) and gap (nats) between the two best tokens of each distribution, logits of shape (n, V)."""
     log_p = torch.log_softmax(logits.float(), dim=-1)
-    best = log_p.topk(2).values
-    packed = torch.stack([-(log_p.exp() * log_p).sum(), best[0] - best[1]]).tolist()
-    return packed[0], packed[1]
+    best = log_p.topk(2, dim=-1).values
+    entropy = -(log_p.exp() * log_p).nansum(dim=-1)
+    return list(zip(entropy.tolist(), (best[:, 0] - best[:, 1]).tolist()))
 
 
 def _shared(state: signals.State) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""The log of a collection: a folder of Parquet parts and a manifest that names only whole parts (docs/log-format.md).
+
+One prompt is one part: `decisions-N.parquet` (a row per decision point) and `leaves-N.parquet` (a row per schedule).
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from treegraft.runtime.signals import LOGGED, SIGNALS
+
+VERSION = 1
+MANIFEST = "manifest.json"
+
+KEYS = [
+    pa.field("file", pa.dictionary(pa.int32(), pa.string())),  # base name of the prompt file
+    pa.field("prompt", pa.dictionary(pa.int32(), pa.string())),  # the prompt's id in that file
+    pa.field("turn", pa.int8()),
+    pa.field("position", pa.int32()),  # answer tokens before the root
+]
+DECISIONS = pa.schema(
+    [*KEYS, pa.field("token", pa.int32()), *(pa.field(n, pa.type_for_alias(SIGNALS[n].dtype)) for n in LOGGED)]
+    + [pa.field("position_ms", pa.float32())]  # wall time, the one column that differs between equal runs
+)
+LEAVES = pa.schema(
+    [
+        *KEYS,
+        pa.field("prompt_length", pa.int32()),
+        pa.field("answer_length", pa.int32()),
+        pa.field("mask", pa.int32()),
+        pa.field("log_s", pa.list_(pa.float32())),  # of the nodes in order, cut at B
+        pa.field("accepted", pa.list_(pa.int16())),  # rank in that order of each accepted node
+        pa.field("q", pa.int16()),  # accepted nodes, from the root on, that the medium drafter processed
+        pa.field("tokens", pa.list_(pa.int16())),  # nodes processed by each step's medium call; 0: no call
+    ]
+)
+
+
+class LogError(ValueError):
+    """A log that cannot be used; the message names the folder or file and what to do."""
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LogError(f"{folder}: not a log ({error}); `treegraft collect` makes one") from error
+    if manifest.get("version") != VERSION:
+        raise LogError(f"{path}: log version {manifest.get('version')!r}; this treegraft reads version {VERSION}")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    _whole(folder / MANIFEST, lambda aside: aside.write_text(json.dumps(manifest, indent=1) + "\n"))
+
+
+def write_part(folder: Path, number: int, decisions: list[dict], leaves: list[dict]) -> dict[str, Any]:
+    """Write a prompt's two tables, whole or not at all; returns what the manifest says of them."""
+    part: dict[str, Any] = {}
+    for name, schema, rows in (("decisions", DECISIONS, decisions), ("leaves", LEAVES, leaves)):
+        path = folder / f"{name}-{number:06d}.parquet"
+        table = pa.Table.from_pylist(rows, schema=schema)
+        _whole(path, lambda aside, table=table: pq.write_table(table, aside, compression="zstd"))
+        part[name] = {
+            "file": path.name, "rows": len(rows), "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }  # fmt: skip
+    return part
+
+
+def _whole(path: Path, write: Any) -> None:
+    """Write aside, flush to disk, rename: a reader sees the old file or the whole new one."""
+    aside = path.with_name(f".{path.name}.partial")
+    write(aside)
+    with aside.open("rb") as handle:
+        os.fsync(handle.fileno())
+    aside.rename(path)
+
+
+@dataclass
+class Answer:
+    """The logged facts of one answer, in arrays; P positions, M = 2^K masks, S signals.
+
+    `signals` (P, M, K, S) float64 holds at [t, mask, k - 1] the signals before step k of schedule `mask` (its earlier
+    bits alone matter). Leaf arrays are indexed [t, mask]: `log_s` (P, M, B) float32, -inf past the last node;
+    `ranks` (P, M, K) int, B where no such accepted node; `q` (P, M); `tokens` (P, M, K).
+    A mask outside the budget of medium calls has log_s all -inf and `possible` False.
+    """
+
+    file: str
+    prompt: str
+    turn: int
+    prompt_length: int
+    length: int  # answer tokens; positions are 0..length - 2
+    signals: np.ndarray
+    log_s: np.ndarray
+    ranks: np.ndarray
+    q: np.ndarray
+    tokens: np.ndarray
+    possible: np.ndarray
+    positions: np.ndarray
+
+
+def read_log(folder: Path) -> tuple[dict[str, Any], list[Answer]]:
+    """A log's manifest and its answers; raises LogError for a part that is missing or was altered."""
+    manifest = read_manifest(folder)
+    answers: list[Answer] = []
+    for part in manifest["parts"]:
+        tables = []
+        for name in ("decisions", "leaves"):
+            path = folder / part[name]["file"]
+            if not path.exists():
+                raise LogError(f"{path}: missing, though the manifest names it; collect this prompt again")
+            if hashlib.sha256(path.read_bytes()).hexdigest() != part[name]["sha256"]:
+                raise LogError(f"{path}: altered or truncated since it was collected (its hash differs)")
+            tables.append(pq.read_table(path))
+        answers += _answers(*tables, manifest["drafting"]["depth"], manifest["drafting"]["budget"])
+    if not answers:
+        raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")
+    return manifest, answers
+
+
+def _answers(decisions: pa.Table, leaves: pa.Table, depth: int, budget: int) -> list[Answer]:
+    found = []
+    signals = np.column_stack([decisions[name].to_numpy().astype(np.float64) for name in LOGGED])
+    decided = {name: decisions[name].to_numpy() for name in ("turn", "position", "step", "mask")}
+    leaf = {name: leaves[name].to_numpy() for name in ("turn", "position", "mask", "q", "prompt_length", "answer_length")}
+    for turn in np.unique(leaf["turn"]):
+        rows = np.flatnonzero(leaf["turn"] == turn)
+        positions = np.unique(leaf["position"][rows])
+        index = {int(position): i for i, position in enumerate(positions)}
+        shape = (len(positions), 1 << depth)
+        answer = Answer(
+            leaves["file"][int(rows[0])].as_py(), leaves["prompt"][int(rows[0])].as_py(), int(turn),
+            int(leaf["prompt_length"][rows[0]]), int(leaf["answer_length"][rows[0]]),
+            np.zeros((*shape, depth, len(LOGGED))), np.full((*shape, budget), -np.inf, np.float32),
+            np.full((*shape, depth), budget), np.zeros(shape, int), np.zeros((*shape, depth), int),
+            np.zeros(shape, bool), positions,
+        )  # fmt: skip
+        columns = {name: leaves[name].combine_chunks() for name in ("log_s", "accepted", "tokens")}
+        for row in rows.tolist():
+            at = index[int(leaf["position"][row])], int(leaf["mask"][row])
+            for name, target in (("log_s", answer.log_s), ("accepted", answer.ranks), ("tokens", answer.tokens)):
+                values = columns[name][row].values.to_numpy()
+                target[at][: len(values)] = values
+            answer.q[at] = leaf["q"][row]
+            answer.possible[at] = True
+        masks = np.arange(1 << depth)
+        for row in np.flatnonzero(decided["turn"] == turn).tolist():
+            step = int(decided["step"][row])
+            same = masks & ((1 << (step - 1)) - 1) == decided["mask"][row]
+            answer.signals[index[int(decided["position"][row])], same, step - 1] = signals[row]
+        found.append(answer)
+    return found

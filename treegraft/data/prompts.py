@@ -1,0 +1,117 @@
+"""Prompt files: JSON Lines with `turns`, `messages` or `prompt`, and the prompts that the package ships."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+SHIPPED = Path(__file__).parent / "prompts"
+
+
+class PromptError(ValueError):
+    """A prompt file or line that cannot be used; the message names the file and the line."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation: user `turns` that the model answers one by one, ready `messages`, or raw `text`.
+
+    `id` is unique within its file; `file` is the file's base name without suffix.
+    """
+
+    file: str
+    id: str
+    turns: tuple[str, ...] = ()
+    messages: tuple[dict[str, str], ...] = ()
+    text: str | None = None
+
+
+def shipped(split: str) -> list[Path]:
+    """The package's own prompt files of a split, "train" or "bench"."""
+    return sorted((SHIPPED / split).glob("*.jsonl"))
+
+
+def read_prompts(paths: Iterable[Path], limit: int | None = None) -> list[Prompt]:
+    """The prompts of all files in order, the first `limit` of each; raises PromptError naming file and line."""
+    prompts: list[Prompt] = []
+    seen: set[tuple[str, str]] = set()
+    for path in paths:
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"{path}: cannot be read ({error})") from error
+        count = 0
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or count == limit:
+                continue
+            prompt = _parse(path, number, line)
+            if (prompt.file, prompt.id) in seen:
+                raise PromptError(f"{path}, line {number}: id {prompt.id!r} was used before in a file of this name")
+            seen.add((prompt.file, prompt.id))
+            prompts.append(prompt)
+            count += 1
+    if not prompts:
+        raise PromptError(f"no prompts in {', '.join(map(str, paths)) or 'an empty list of files'}")
+    return prompts
+
+
+def _parse(path: Path, number: int, line: str) -> Prompt:
+    where = f"{path}, line {number}"
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise PromptError(f"{where}: not JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise PromptError(f"{where}: needs a JSON object with `turns`, `messages` or `prompt`")
+    fields: dict[str, Any] = {"file": path.stem, "id": str(data.get("id", data.get("question_id", number)))}
+    if "turns" in data:
+        turns = data["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
+            raise PromptError(f"{where}: `turns` must be a non-empty list of non-empty strings")
+        return Prompt(**fields, turns=tuple(turns))
+    if "messages" in data:
+        messages = data["messages"]
+        good = isinstance(messages, list) and messages and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+        )  # fmt: skip
+        if not good:
+            raise PromptError(f"{where}: `messages` must be a list of objects with `role` and `content` strings")
+        return Prompt(**fields, messages=tuple(messages))
+    if isinstance(data.get("prompt"), str) and data["prompt"]:
+        return Prompt(**fields, text=data["prompt"])
+    raise PromptError(f"{where}: needs `turns`, `messages` or a non-empty `prompt`")
+
+
+class Conversation:
+    """The token ids of a prompt turn by turn, with the model's own earlier answers before each."""
+
+    def __init__(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase):
+        self.prompt = prompt
+        self.tokenizer = tokenizer
+        self.messages: list[dict[str, str]] = list(prompt.messages)
+        self.turns = len(prompt.turns) or 1
+
+    def ids(self, turn: int) -> list[int]:
+        """Token ids to answer at `turn` (0-based); raises PromptError where there are none."""
+        where = f"{self.prompt.file}/{self.prompt.id}"
+        if self.prompt.text is not None:
+            ids = self.tokenizer(self.prompt.text)["input_ids"]
+        else:
+            if self.prompt.turns:
+                self.messages.append({"role": "user", "content": self.prompt.turns[turn]})
+            if not self.tokenizer.chat_template:
+                raise PromptError(f"{where}: the tokenizer has no chat template; give raw text as `prompt` instead")
+            encoded = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)
+            ids = encoded["input_ids"]
+        if not ids:
+            raise PromptError(f"{where}: the prompt is empty once tokenised")
+        return list(ids)
+
+    def answer(self, tokens: list[int]) -> str:
+        """Take the model's answer into the conversation; returns its text."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})
+        return text
