@@ -98,11 +98,13 @@ def decode(
     max_new_tokens: int,
     chooser: Chooser | None = None,
     on_tokens: Callable[[list[int]], None] | None = None,
+    on_tree: Callable[[DraftTree, list[int], list[int]], None] | None = None,
     measure: bool = False,
 ) -> Decoded:
     """Decode one answer; the text is the target's own whatever the plan.
 
-    Raises ContextError for a prompt that is empty or too long. `on_tokens` receives each round's new tokens;
+    Raises ContextError for a prompt that is empty or too long. `on_tokens` receives each round's new tokens,
+    `on_tree` its draft tree with the kept and the accepted nodes;
     `measure` records the target's uncertainty at each of them.
     """
     start = perf_counter()
@@ -159,6 +161,8 @@ def decode(
         decoded.tokens += emitted
         if on_tokens:
             on_tokens(emitted)
+        if on_tree and not first:
+            on_tree(tree, kept, accepted)
         clock.lap("rest")
         if first:
             decoded.first_token_ms = (perf_counter() - start) * 1e3

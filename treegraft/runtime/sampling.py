@@ -47,15 +47,19 @@ class Chooser:
             processors.append(TopPLogitsWarper(top_p))
         return cls(processors, seed)
 
-    def choose(self, text: list[int], logits: torch.Tensor) -> int:
-        """The token that follows `text`, from the target's logits there, shape (V,)."""
-        scores = logits[None].float()
+    def scores(self, text: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """What is compared to choose the token after `text`, from the target's logits there, both of shape (V,)."""
+        scores = logits[None] if logits.dtype == torch.float64 else logits[None].float()
         if self.processors:
             scores = self.processors(torch.tensor([text], device=logits.device), scores)
         if self.seed is not None:
             noise = torch.from_numpy(gumbel(self.seed, len(text), logits.shape[-1])).to(logits.device)
             scores = torch.log_softmax(scores, dim=-1) + noise
-        return int(scores.argmax())
+        return scores[0]
+
+    def choose(self, text: list[int], logits: torch.Tensor) -> int:
+        """The token that follows `text`."""
+        return int(self.scores(text, logits).argmax())
 
     @property
     def plain(self) -> bool:

@@ -1,0 +1,403 @@
+"""The command line: one command a stage, and `demo` for all of them. Results go to stdout, all else to stderr."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from treegraft.runtime.drafting import Drafting
+
+app = typer.Typer(
+    help="Learn when a tree-based speculative decoder should call its dearer drafter, and decode by it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+console = Console(stderr=True)
+
+Target = Annotated[str, typer.Option(help="Hugging Face id, folder, .gguf file, or 'default'.")]
+Medium = Annotated[str, typer.Option(help="The medium drafter, named likewise, or 'default-medium'.")]
+Device = Annotated[str, typer.Option(help="Where models run, e.g. cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Prompts = Annotated[list[Path], typer.Argument(help="Prompt files (JSON Lines with turns, messages or prompt).")]
+MaxNewTokens = Annotated[int, typer.Option(help="Answer tokens at most.", min=1)]
+Limit = Annotated[int | None, typer.Option(help="The first N prompts of each file.", min=1)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Depth = Annotated[int, typer.Option(help="Drafting steps a round (K).")]
+Width = Annotated[int, typer.Option(help="Frontier nodes a step (W).")]
+Children = Annotated[int, typer.Option(help="Next tokens a frontier node (m).")]
+Budget = Annotated[int, typer.Option(help="Verification nodes beside the root (B).")]
+Pool = Annotated[int | None, typer.Option(help="Tree nodes a medium call may process (C); no limit if absent.")]
+MediumCalls = Annotated[int | None, typer.Option(help="Medium steps a round; no limit if absent.")]
+CutOption = Annotated[str, typer.Option("--cut", help="Verification size: worth, none, or a limit on log s such as -2.5.")]
+Latency = Annotated[Path | None, typer.Option(help="Latency profile, from `treegraft profile`.")]
+Rho = Annotated[float | None, typer.Option(help="Tokens per ms for `worth`; by default 1 / T_tgt(1).")]
+Schedules = Annotated[
+    list[str], typer.Option("--schedule", help="small, medium, a mask such as 0b00101, or a scheduler.json. Repeatable.")
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0.0)]
+TopK = Annotated[int, typer.Option(help="0: off.", min=0)]
+TopP = Annotated[float, typer.Option(help="1: off.", min=0.0, max=1.0)]
+Penalty = Annotated[float, typer.Option("--repetition-penalty", help="1: off.", min=0.0)]
+Seed = Annotated[int, typer.Option(help="Of the sampling noise.", min=0)]
+
+DEFAULTS = Drafting()
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's is one line on stderr and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        if os.environ.get("TREEGRAFT_DEBUG"):
+            raise
+        console.print(f"treegraft: {error}", style="red", markup=False, highlight=False)
+        raise SystemExit(2) from error
+
+
+@app.command()
+def profile(
+    out: Annotated[Path, typer.Option(help="Where the profile goes (JSON).")],
+    target: Target = "default",
+    medium: Medium = "default-medium",
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    depth: Depth = DEFAULTS.depth,
+    width: Width = DEFAULTS.width,
+    children: Children = DEFAULTS.children,
+    budget: Budget = DEFAULTS.budget,
+) -> None:
+    """Measure what a target forward and a medium call cost here, by tokens and context."""
+    from treegraft.data.prompts import Conversation, read_prompts, shipped
+    from treegraft.runtime.measure import measure_profile
+
+    models = _load_pair(target, medium, device, dtype)
+    if models[0].tokenizer.chat_template:
+        prompt = Conversation(read_prompts(shipped("train"), 1)[0], models[0].tokenizer).ids(0)
+    else:
+        prompt = models[0].tokenizer("Once upon a time there was a tree. Once upon a time")["input_ids"]
+    console.print("measuring ...")
+    measured = measure_profile(*models, prompt, Drafting(depth, width, children, budget))
+    measured.save(out)
+    one, sixteen = float(measured.target(1, 256)), float(measured.target(17, 256))
+    console.print(
+        f"{out}: at 256 tokens of context a target forward takes {one:.1f} ms for one token and {sixteen:.1f} ms "
+        f"for 17; a medium call {float(measured.medium(1, 256)):.1f} ms for one and {float(measured.medium(4, 256)):.1f} for 4"
+    )
+
+
+@app.command()
+def collect(
+    prompts: Prompts,
+    out: Annotated[Path, typer.Option(help="Log folder; an interrupted one is continued.")],
+    target: Target = "default",
+    medium: Medium = "default-medium",
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    max_new_tokens: MaxNewTokens = 128,
+    limit: Limit = None,
+    depth: Depth = DEFAULTS.depth,
+    width: Width = DEFAULTS.width,
+    children: Children = DEFAULTS.children,
+    budget: Budget = DEFAULTS.budget,
+    pool: Pool = None,
+    medium_calls: MediumCalls = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = 0,
+) -> None:
+    """Decode prompts while forking every invoke-or-skip decision; log signals and realised value."""
+    from treegraft.collect.collector import Sampling, collect
+    from treegraft.data.prompts import read_prompts
+
+    drafting = Drafting(depth, width, children, budget, pool, medium_calls)
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    wanted = read_prompts(prompts, limit)
+    models = _load_pair(target, medium, device, dtype)
+    with _progress("collecting") as update:
+        manifest = collect(*models, wanted, out, drafting, sampling, max_new_tokens, lambda d, t, _: update(d, t))
+    for failure in manifest["failed"]:
+        console.print(f"skipped {failure['file']}/{failure['prompt']}: {failure['error']}", markup=False)
+    console.print(f"{out}: {len(manifest['parts'])} prompts collected, {len(manifest['failed'])} skipped")
+
+
+@app.command("fit-value")
+def fit_value(
+    log: Annotated[Path, typer.Option(help="Log folder.")],
+    latency: Annotated[Path, typer.Option(help="Latency profile of the machine that will decode.")],
+    out: Annotated[Path, typer.Option(help="Where the value model goes (a folder).")],
+    model: Annotated[str, typer.Option(help="lightgbm or linear.")] = "lightgbm",
+    seed: Seed = 0,
+) -> None:
+    """Fit the expected worth of calling the medium drafter, and select the signals that predict it."""
+    from treegraft.runtime.latency import LatencyProfile
+    from treegraft.value_system.value import fit_value
+
+    report = fit_value(log, LatencyProfile.load(latency), out, kind=model, seed=seed)
+    console.print(f"{out}: signals {', '.join(report['signals'])}")
+    _print_figures(report["cross_validated"])
+
+
+@app.command()
+def distill(
+    value: Annotated[Path, typer.Option(help="Folder from fit-value.")],
+    out: Annotated[Path, typer.Option(help="The artifact (JSON).")],
+    kind: Annotated[str, typer.Option(help="rules, tree or auto.")] = "auto",
+) -> None:
+    """Compress the value model into a scheduler that ships."""
+    from treegraft.distill.distill import distill
+
+    report = distill(value, out, kind=kind)
+    console.print(report["summary"], markup=False)
+
+
+@app.command()
+def evaluate(
+    log: Annotated[Path, typer.Option(help="Log folder.")],
+    latency: Annotated[Path, typer.Option(help="Latency profile.")],
+    schedule: Schedules = ["small", "medium"],  # noqa: B006
+    cut: CutOption = "worth",
+    rho: Rho = None,
+    json_out: Json = False,
+) -> None:
+    """Replay schedules on a log, exactly and without a model, and price them with a latency profile."""
+    from treegraft.data.log import read_log
+    from treegraft.runtime.latency import LatencyProfile
+    from treegraft.value_system.replay import evaluate
+
+    manifest, answers = read_log(log)
+    drafting = Drafting(**manifest["drafting"])
+    measured = LatencyProfile.load(latency)
+    plans = _plans(schedule, drafting, cut, measured, rho, same_trees=str(log))
+    result = evaluate(answers, plans, measured)
+    _report(result, json_out)
+
+
+@app.command()
+def bench(
+    prompts: Prompts,
+    target: Target = "default",
+    medium: Medium = "default-medium",
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    schedule: Schedules = ["small", "medium"],  # noqa: B006
+    max_new_tokens: MaxNewTokens = 128,
+    limit: Limit = None,
+    depth: Depth = DEFAULTS.depth,
+    width: Width = DEFAULTS.width,
+    children: Children = DEFAULTS.children,
+    budget: Budget = DEFAULTS.budget,
+    pool: Pool = None,
+    medium_calls: MediumCalls = None,
+    cut: CutOption = "worth",
+    latency: Latency = None,
+    rho: Rho = None,
+    json_out: Json = False,
+) -> None:
+    """Decode prompts live with every schedule, interleaved in one process, and compare speed and texts."""
+    from treegraft import bench as live
+    from treegraft.data.prompts import read_prompts
+
+    drafting = Drafting(depth, width, children, budget, pool, medium_calls)
+    wanted = read_prompts(prompts, limit)
+    plans = _plans(schedule, drafting, cut, _profile(latency, cut), rho)
+    models = _load_pair(target, medium, device, dtype)
+    _check_models(plans, models)
+    with _progress("benching") as update:
+        records = live.run(*models, wanted, plans, max_new_tokens, update)
+    _report(live.summarise_live(records), json_out)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="The user's message ('-' reads stdin).")],
+    target: Target = "default",
+    medium: Medium = "default-medium",
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    schedule: Annotated[str, typer.Option(help="small, medium, a mask, autoregressive, or a scheduler.json.")] = "small",
+    max_new_tokens: MaxNewTokens = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
+    depth: Depth = DEFAULTS.depth,
+    width: Width = DEFAULTS.width,
+    children: Children = DEFAULTS.children,
+    budget: Budget = DEFAULTS.budget,
+    pool: Pool = None,
+    medium_calls: MediumCalls = None,
+    cut: CutOption = "-2.5",
+    latency: Latency = None,
+    rho: Rho = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = 0,
+    stats: Annotated[bool, typer.Option("--stats", help="Say on stderr what the rounds did.")] = False,
+) -> None:
+    """Decode one prompt and stream the answer."""
+    from treegraft.data.prompts import Conversation, Prompt
+    from treegraft.runtime.decode import decode
+    from treegraft.runtime.sampling import Chooser
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise ValueError("--prompt is empty; give some text")
+    drafting = Drafting(depth, width, children, budget, pool, medium_calls)
+    plan = _plans([schedule], drafting, cut, _profile(latency, cut), rho)[0]
+    models = _load_pair(target, medium, device, dtype)
+    _check_models([plan], models)
+    asked = Prompt("prompt", "0", text=text) if raw else Prompt("prompt", "0", turns=(text,))
+    tokenizer = models[0].tokenizer
+    ids = Conversation(asked, tokenizer).ids(0)
+    chooser = Chooser.make(temperature, top_k, top_p, repetition_penalty, seed)
+    tokens: list[int] = []
+    shown = ""
+
+    def stream(new: list[int]) -> None:
+        nonlocal shown
+        tokens.extend(new)
+        now = tokenizer.decode(tokens, skip_special_tokens=True)
+        if not now.endswith("\ufffd"):  # half a character: wait for the rest of its bytes
+            print(now[len(shown) :], end="", flush=True)
+            shown = now
+
+    decoded = decode(*models, ids, plan, max_new_tokens, chooser, on_tokens=stream)
+    print(tokenizer.decode(tokens, skip_special_tokens=True)[len(shown) :])
+    if stats:
+        count = len(decoded.rounds) or 1
+        console.print(
+            f"{len(decoded.tokens)} tokens in {decoded.total_ms / 1e3:.2f} s "
+            f"({len(decoded.tokens) / decoded.total_ms * 1e3:.1f} tokens/s, first after {decoded.first_token_ms:.0f} ms); "
+            f"{len(decoded.rounds)} rounds, {sum(r.accepted for r in decoded.rounds) / count:.2f} accepted, "
+            f"{sum(r.medium_calls for r in decoded.rounds) / count:.2f} medium calls and "
+            f"{sum(r.kept for r in decoded.rounds) / count:.1f} nodes verified a round; ms by part: "
+            + ", ".join(f"{part} {sum(r.ms[part] for r in decoded.rounds):.0f}" for part in decoded.rounds[0].ms)
+            if decoded.rounds
+            else f"{len(decoded.tokens)} tokens, no round"
+        )
+
+
+@app.command()
+def demo(out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo")) -> None:
+    """The whole pipeline on the default models: profile, collect, fit, distill, then decode faster by it."""
+    from treegraft.demo import run_demo
+
+    run_demo(out, console, _progress)
+
+
+def _load_pair(target: str, medium: str, device: str, dtype: str) -> tuple[Any, Any]:
+    from treegraft.runtime.models import check_pair, load_model
+
+    with console.status(f"loading {target} and {medium}"):
+        models = load_model(target, device, dtype), load_model(medium, device, dtype)
+    check_pair(*models)
+    return models
+
+
+def _profile(latency: Path | None, cut: str) -> Any:
+    from treegraft.runtime.latency import LatencyProfile
+
+    if latency is None:
+        return None
+    return LatencyProfile.load(latency)
+
+
+def _plans(
+    schedules: list[str], drafting: Drafting, cut: str, latency: Any, rho: float | None, same_trees: str | None = None
+) -> list[Any]:
+    """Schedules by name, mask or artifact file; an artifact brings its own drafting and cut."""
+    from treegraft.runtime.plan import make_cut, make_plan
+
+    chosen = None
+    plans = []
+    for name in schedules:
+        if chosen is None and not name.endswith(".json"):
+            chosen = make_cut(cut, latency, rho)
+        plan = make_plan(name, drafting, chosen)
+        if same_trees and plan.drafting != drafting and plan.drafting.depth:
+            different = [k for k, v in drafting.as_dict().items() if plan.drafting.as_dict()[k] != v]
+            raise ValueError(
+                f"{name} was made for other trees than {same_trees} holds: "
+                + ", ".join(f"{k} {plan.drafting.as_dict()[k]} against {drafting.as_dict()[k]}" for k in different)
+                + "; collect a log with its settings, or distill again"
+            )
+        plans.append(plan)
+    return plans
+
+
+def _check_models(plans: list[Any], models: tuple[Any, Any]) -> None:
+    """Warn where an artifact was learned with other models."""
+    from treegraft.runtime.scheduler import Artifact
+
+    for plan in plans:
+        if isinstance(plan.schedule, Artifact):
+            for role, model in zip(("target", "medium"), models):
+                if plan.schedule.models.get(role) != model.fingerprint:
+                    console.print(
+                        f"{plan.name} was learned with another {role} than {model.name}; the text stays exact, "
+                        "the gain may not", style="yellow",
+                    )  # fmt: skip
+
+
+class _progress:
+    """A progress bar on stderr with an ETA; entering gives `update(done, total)`."""
+
+    def __init__(self, title: str):
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console)
+        self._title = title
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._bar.start()
+        task = self._bar.add_task(self._title)
+        return lambda done, total: self._bar.update(task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _report(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, indent=1))
+        return
+    for file, figures in result["by_file"].items():
+        print_table(file, figures)
+    print_table("overall", result["overall"])
+
+
+def _print_figures(figures: dict[str, Any]) -> None:
+    for name, value in figures.items():
+        console.print(f"  {name}: {value}", markup=False)
+
+
+def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:
+    """One table: a row a schedule."""
+    table = Table(title=title, title_justify="left")
+    columns = ("schedule", "tokens/s", "speedup", "95 % interval", "accepted/round", "medium calls/round", "text")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    live = any("text_equal" in m for m in figures.values())
+    for name, m in figures.items():
+        low, high = m["speedup_interval"]
+        text = ("equal" if m["text_equal"] else f"{m['texts_different']} differ") if live else "replayed"
+        table.add_row(
+            name, f"{m['tokens_per_second']:.2f}", f"{m['speedup']:.3f}", f"{low:.3f} .. {high:.3f}",
+            f"{m['accepted_per_round']:.2f}", f"{m['medium_calls_per_round']:.2f}", text,
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""`treegraft demo`: the whole pipeline on the default models and the package's own prompts, in about ten minutes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+
+from treegraft import bench, report
+from treegraft.collect.collector import Sampling, collect
+from treegraft.data.log import read_log
+from treegraft.data.prompts import Conversation, read_prompts, shipped
+from treegraft.distill.distill import distill
+from treegraft.runtime.decode import Plan, decode
+from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.measure import measure_profile
+from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, check_pair, load_model
+from treegraft.runtime.plan import plan_from_artifact
+from treegraft.runtime.scheduler import Mask, load_artifact
+from treegraft.runtime.tree import DraftTree
+from treegraft.value_system.replay import best_mask, named_plan
+from treegraft.value_system.value import fit_value
+
+COLLECT = {"limit": 5, "max_new_tokens": 64}
+BENCH = {"limit": 2, "max_new_tokens": 64}
+
+
+def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dict[str, Any]:
+    """Profile, collect, fit, distill and bench into `out`; returns the summary that bench.json holds."""
+    start = perf_counter()
+
+    def say(text: str) -> None:
+        console.print(f"[{perf_counter() - start:4.0f} s] {text}", markup=False, highlight=False)
+
+    out.mkdir(parents=True, exist_ok=True)
+    drafting = Drafting()
+    say("loading the default target (SmolLM2-135M-Instruct) and its medium drafter")
+    target, medium = load_model(DEFAULT_TARGET), load_model(DEFAULT_MEDIUM)
+    check_pair(target, medium)
+
+    say("profile: what a target forward and a medium call cost on this machine")
+    train = read_prompts(shipped("train"), COLLECT["limit"])
+    profile = measure_profile(target, medium, Conversation(train[0], target.tokenizer).ids(0), drafting)
+    profile.save(out / "latency.json")
+
+    say(f"collect: {len(train)} training prompts, all {1 << drafting.depth} schedules at every position")
+    with progress("collecting") as update:
+        collect(target, medium, train, out / "log", drafting, Sampling(), COLLECT["max_new_tokens"],
+                lambda done, total, _: update(done, total))  # fmt: skip
+
+    say("fit-value: when is a call of the medium drafter worth its time?")
+    fitted = fit_value(out / "log", profile, out / "value")
+    say(f"signals selected: {', '.join(fitted['signals'])}")
+
+    say("distill: compress that into a scheduler that ships")
+    say(distill(out / "value", out / "scheduler.json")["summary"])
+
+    answers = read_log(out / "log")[1]
+    bits = best_mask(answers, profile, drafting)
+    learned = plan_from_artifact(load_artifact(out / "scheduler.json"), "treegraft")
+    plans = [
+        named_plan("small", Mask(0), answers, profile, drafting),
+        named_plan("medium", Mask((1 << drafting.depth) - 1), answers, profile, drafting),
+        named_plan(f"best mask {bits:#0{drafting.depth + 2}b}", Mask(bits), answers, profile, drafting),
+        learned,
+    ]
+
+    prompts = read_prompts(shipped("bench"), BENCH["limit"])
+    say(f"bench: {len(prompts)} other prompts, live, every schedule interleaved in one process")
+    with progress("benching") as update:
+        records = bench.run(target, medium, prompts, plans, BENCH["max_new_tokens"], update)
+    summary = bench.summarise_live(records)
+    (out / "bench.json").write_text(json.dumps(summary, indent=1) + "\n")
+    picture = _draw_round(target, medium, learned, Conversation(prompts[0], target.tokenizer).ids(0))
+    (out / "report.html").write_text(_page(summary, records, learned, picture, drafting))
+    say(f"done; everything is in {out}, the pictures in {out / 'report.html'}")
+    return summary
+
+
+def _draw_round(target: Any, medium: Any, plan: Plan, prompt: list[int]) -> str:
+    """The round with most accepted tokens, among those where both drafters proposed, if any did."""
+    rounds: list[tuple[tuple[bool, int], str]] = []
+
+    def watch(tree: DraftTree, kept: list[int], accepted: list[int]) -> None:
+        both = {"small", "medium"} <= set(tree.proposers)
+        rounds.append(((both, len(accepted)), report.draw_tree(tree, kept, accepted, target.tokenizer)))
+
+    decode(target, medium, prompt, plan, BENCH["max_new_tokens"], on_tree=watch)
+    return max(rounds, key=lambda found: found[0])[1] if rounds else ""
+
+
+def _page(
+    summary: dict[str, Any], records: list[bench.Record], learned: Plan, picture: str, drafting: Drafting
+) -> str:
+    mine = [r for r in records if r.schedule == learned.name]
+    shares = {}
+    for file in sorted({r.file for r in mine}):
+        of_file = [r for r in mine if r.file == file]
+        rounds = sum(r.rounds for r in of_file) or 1
+        shares[file] = [sum(r.steps[k] for r in of_file) / rounds for k in range(drafting.depth)]
+    return report.page(
+        [
+            ("Speed", "Total tokens over total time against the faster of our one-token loop and transformers' generate; "
+             "bars carry 95 % intervals, bootstrapped over prompts.", report.bars(summary["overall"])
+             + report.table(summary["overall"])),
+            ("Where the medium drafter is called", "Share of the learned schedule's rounds that call it, by step.",
+             report.calls(shares)),
+            ("One real round", "Green: proposed by the small drafter; orange: by the medium one; faint: drafted but not "
+             "verified; filled: accepted. The number is s, the product of probabilities from the root.", picture),
+        ]
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""From what a user names (a schedule, a cut) to a plan that the decoder and the replay follow."""
+
+from pathlib import Path
+from typing import Any
+
+from treegraft.runtime.decode import AUTOREGRESSIVE, Plan
+from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.latency import LatencyProfile
+from treegraft.runtime.scheduler import Artifact, ScheduleError, load_artifact, parse_mask
+from treegraft.runtime.size import Cut
+
+
+def make_plan(name: str, drafting: Drafting, cut: Cut | None) -> Plan:
+    """The plan called `name`: small, medium, a mask, autoregressive, or an artifact file with its own trees and cut.
+
+    Raises ScheduleError for a name that is none of these.
+    """
+    if name == AUTOREGRESSIVE.name:
+        return AUTOREGRESSIVE
+    if (mask := parse_mask(name, drafting.depth)) is not None:
+        assert cut is not None
+        return Plan(name, mask, drafting, cut)
+    path = Path(name)
+    if not path.exists():
+        raise ScheduleError(
+            f"schedule {name!r}: neither small, medium, autoregressive, a mask such as 0b00101, nor an artifact file"
+        )
+    return plan_from_artifact(load_artifact(path), name)
+
+
+def plan_from_artifact(artifact: Artifact, name: str) -> Plan:
+    """The plan that an artifact describes; raises ScheduleError where its settings make no sense."""
+    try:
+        return Plan(name, artifact, Drafting(**artifact.drafting), _cut_from(artifact.cut))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ScheduleError(f"{name}: its drafting or cut is damaged ({error}); distill again") from error
+
+
+def make_cut(text: str, profile: LatencyProfile | None, rho: float | None) -> Cut:
+    """`worth` (needs a profile; rho by default 1 / T_tgt(1)), `none`, or a number: the least log s."""
+    if text == "none":
+        return Cut("none")
+    if text == "worth":
+        if profile is None:
+            raise ScheduleError("--cut worth needs --latency, a profile from `treegraft profile`")
+        return Cut("worth", rho=rho if rho is not None else 1 / float(profile.target(1, 0)), profile=profile)
+    try:
+        return Cut("score", log_s=float(text))
+    except ValueError:
+        raise ScheduleError(f"--cut {text!r}: give worth, none, or a limit on log s such as -2.5") from None
+
+
+def _cut_from(data: dict[str, Any]) -> Cut:
+    if data["kind"] == "worth":
+        return Cut("worth", rho=float(data["rho"]), profile=LatencyProfile.from_dict(data["profile"], "artifact"))
+    if data["kind"] == "score":
+        return Cut("score", log_s=float(data["log_s"]))
+    if data["kind"] == "none":
+        return Cut("none")
+    raise KeyError(f"cut kind {data['kind']!r}")
