@@ -1,0 +1,25 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, make_pair
+from transformers.utils import logging
+
+from treegraft.runtime.models import Model
+
+torch.set_num_threads(1)
+logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Model, Model]]:
+    """pair(architecture): its tiny target and medium drafter, made once a session. Tests must leave them unchanged."""
+    made: dict[str, tuple[Model, Model]] = {}
+
+    def get(kind: str) -> tuple[Model, Model]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[kind] = make_pair(folder, kind, seed=10 * ARCHITECTURES.index(kind))
+        return made[kind]
+
+    return get

@@ -1,0 +1,119 @@
+"""The commands as a user types them, on tiny models."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import config, prompts, save_lm
+
+from treegraft import cli
+
+
+def run(*words: object) -> None:
+    cli.app([str(word) for word in words], standalone_mode=False)
+
+
+def write_prompts(path: Path, count: int, seed: int) -> Path:
+    made = prompts(count, seed=seed)
+    path.write_text("\n".join(json.dumps({"prompt": " ".join(f"t{t}" for t in ids)}) for ids in made))
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """`--target ... --medium ...` of a tiny pair."""
+    from tiny import make_pair
+
+    folder = tmp_path_factory.mktemp("cli")
+    make_pair(folder, "llama")
+    return ["--target", str(folder / "llama-target"), "--medium", str(folder / "llama-medium")]
+
+
+def test_the_pipeline_runs_from_profile_to_generate(models: list[str], tmp_path: Path, capsys) -> None:
+    train = write_prompts(tmp_path / "train.jsonl", 8, seed=1)
+    other = write_prompts(tmp_path / "other.jsonl", 3, seed=2)
+    shape = ["--depth", 3, "--width", 3, "--children", 3, "--budget", 12]
+    latency, log = tmp_path / "latency.json", tmp_path / "log"
+    value, artifact = tmp_path / "value", tmp_path / "scheduler.json"
+    run("profile", *models, *shape, "--out", latency)
+    run("collect", *models, *shape, "--out", log, "--max-new-tokens", 24, train)
+    run("fit-value", "--log", log, "--latency", latency, "--out", value)
+    run("distill", "--value", value, "--out", artifact)
+
+    schedules = ["--schedule", "small", "--schedule", "0b101", "--schedule", artifact]
+    capsys.readouterr()
+    run("evaluate", "--log", log, "--latency", latency, *schedules, "--json")
+    replayed = json.loads(capsys.readouterr().out)
+    run("bench", *models, *shape, *schedules, "--latency", latency, "--max-new-tokens", 16, "--json", other, train)
+    benched = json.loads(capsys.readouterr().out)
+    names = {"autoregressive", "small", "0b101", str(artifact)}
+    for result, files in ((replayed, {"train"}), (benched, {"other", "train"})):
+        assert set(result["by_file"]) == files and set(result["overall"]) == names
+        for figures in [result["overall"], *result["by_file"].values()]:
+            for measured in figures.values():
+                assert {
+                    "tokens_per_second", "speedup", "speedup_interval", "accepted_per_round", "medium_calls_per_round",
+                    "rounds", "tokens",
+                } <= set(measured)  # fmt: skip
+    assert all(figures["text_equal"] for figures in benched["overall"].values())
+    assert {figures["tokens"] for figures in benched["overall"].values()} == {11 * 16}
+    assert benched["overall"]["0b101"]["medium_calls_per_round"] > 0 == benched["overall"]["small"]["medium_calls_per_round"]
+
+    texts = set()
+    for schedule in ("autoregressive", "small", "medium", artifact):
+        run("generate", *models, "--raw", "--prompt", "t1 t2 t3", "--schedule", schedule, "--depth", 3,
+            "--max-new-tokens", 16, "--temperature", 1.0, "--seed", 5, "--stats")  # fmt: skip
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1 and len(texts.pop().split()) == 16
+
+
+def test_a_log_of_another_depth_is_refused(models: list[str], tmp_path: Path) -> None:
+    train = write_prompts(tmp_path / "train.jsonl", 2, seed=1)
+    latency = tmp_path / "latency.json"
+    latency.write_text(json.dumps({name: {"tokens": [1], "ms": [1.0]} for name in ("target", "medium")}))
+    run("collect", *models, "--depth", 2, "--out", tmp_path / "log", "--max-new-tokens", 4, train)
+    from treegraft.runtime.drafting import Drafting
+    from treegraft.runtime.scheduler import Artifact, Mask
+
+    other = tmp_path / "scheduler.json"
+    other.write_text(Artifact(Mask(4), Drafting(depth=3).as_dict(), {"kind": "none"}, 0, {}).to_json())
+    with pytest.raises(ValueError, match="depth 3 against 2"):
+        run("evaluate", "--log", tmp_path / "log", "--latency", latency, "--schedule", other)
+    with pytest.raises(ValueError, match="K = 2"):
+        run("evaluate", "--log", tmp_path / "log", "--latency", latency, "--schedule", "0b100")
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["collect", "--target", "no/such/model", "--out", "LOG", "PROMPTS"], "no/such/model"),
+        (["collect", "--out", "LOG", "BAD"], "bad.jsonl, line 1"),
+        (["generate", "--prompt", ""], "--prompt is empty"),
+        (["generate", "--prompt", "x", "--schedule", "sometimes"], "'sometimes'"),
+        (["generate", "--prompt", "x", "--cut", "worth"], "--latency"),
+        (["generate", "--prompt", "x", "--depth", "99"], "--depth is 99"),
+        (["evaluate", "--log", "LOG", "--latency", "BAD"], "LOG"),
+        (["fit-value", "--log", "LOG", "--latency", "ABSENT", "--out", "VALUE"], "ABSENT"),
+        (["distill", "--value", "ABSENT", "--out", "OUT"], "ABSENT"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    words: list[str], complaint: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_prompts(tmp_path / "PROMPTS", 1, seed=1)
+    (tmp_path / "bad.jsonl").write_text("{")
+    places = {"BAD": tmp_path / "bad.jsonl", "PROMPTS": tmp_path / "PROMPTS"}
+    monkeypatch.setattr(sys, "argv", ["treegraft", *(str(places.get(word, word)) for word in words)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and complaint in said.replace("\n", "") and "Traceback" not in said
+
+
+def test_models_of_different_vocabularies_are_refused(models: list[str], tmp_path: Path) -> None:
+    other = save_lm(tmp_path / "other", config("llama", layers=1), 0, swap=(3, 4))
+    with pytest.raises(ValueError, match="do not share a vocabulary"):
+        run("generate", models[0], models[1], "--medium", other, "--prompt", "t1")
