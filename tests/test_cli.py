@@ -58,7 +58,11 @@ def test_the_pipeline_runs_from_profile_to_generate(models: list[str], tmp_path:
                 } <= set(measured)  # fmt: skip
     assert all(figures["text_equal"] for figures in benched["overall"].values())
     assert {figures["tokens"] for figures in benched["overall"].values()} == {11 * 16}
-    assert benched["overall"]["0b101"]["medium_calls_per_round"] > 0 == benched["overall"]["small"]["medium_calls_per_round"]
+    assert (
+        benched["overall"]["0b101"]["medium_calls_per_round"]
+        > 0
+        == benched["overall"]["small"]["medium_calls_per_round"]
+    )
 
     texts = set()
     for schedule in ("autoregressive", "small", "medium", artifact):

@@ -32,13 +32,15 @@ def test_limit_counts_the_prompts_of_each_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line, complaint",
     [
-        ("{", "not JSON"), ("[1]", "JSON object"), ({"turns": []}, "non-empty list"), ({"turns": [1]}, "non-empty strings"),
-        ({"messages": [{"role": "user"}]}, "`role` and `content`"), ({"prompt": ""}, "non-empty `prompt`"), ({}, "needs"),
+        ("{", "not JSON"), ("[1]", "JSON object"),
+        ({"turns": []}, "non-empty list"), ({"turns": [1]}, "non-empty strings"),
+        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
+        ({"prompt": ""}, "non-empty `prompt`"), ({}, "needs"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: object, complaint: str) -> None:
     path = write(tmp_path, {"prompt": "good"}, line)
-    with pytest.raises(PromptError, match="mine.jsonl, line 2") as caught:
+    with pytest.raises(PromptError, match=r"mine\.jsonl, line 2") as caught:
         read_prompts([path])
     assert complaint in str(caught.value)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from treegraft.runtime.plan import make_cut, make_plan, plan_from_artifact
 from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.plan import make_cut, make_plan, plan_from_artifact
 from treegraft.runtime.scheduler import (
     Artifact,
     Mask,
@@ -20,7 +20,9 @@ from treegraft.runtime.scheduler import (
 )
 from treegraft.runtime.size import Cut
 
-RULES = Rules((Rule(1, (("lag", "<=", 4.0),)), Rule(2, (("lag", ">", 4.0), ("match_mean", "<=", 1.5)))), ("lag", "match_mean"))
+RULES = Rules(
+    (Rule(1, (("lag", "<=", 4.0),)), Rule(2, (("lag", ">", 4.0), ("match_mean", "<=", 1.5)))), ("lag", "match_mean")
+)
 TREE = TreeModel((0, -1, -1), (2.5, 0.0, 0.0), (1, 0, 0), (2, 0, 0), (0.0, 0.25, -0.5), ("tree_size",))
 
 
@@ -77,10 +79,12 @@ def test_an_artifact_survives_the_round_trip_in_equal_bytes(tmp_path: Path, sche
         ({"rules": [{"step": 1, "all": [["lag", "==", 1]]}]}, "=="), ({"fallback": None}, "damaged"),
         ({"rules": [{"step": 1, "all": [["lag", ">", float("inf")]]}]}, "finite"),
         ({"rules": []}, "vector 0"),
-        ({"kind": "tree", "tree": {"feature": [0], "threshold": [0], "left": [0], "right": [0], "value": [0]}}, "node 0"),
+        ({"kind": "tree", "tree": {name: [0] for name in ("feature", "threshold", "left", "right", "value")}}, "node 0"),
     ],
 )  # fmt: skip
-def test_a_damaged_artifact_is_refused_with_the_file_and_the_fault(tmp_path: Path, changes: dict, complaint: str) -> None:
+def test_a_damaged_artifact_is_refused_with_the_file_and_the_fault(
+    tmp_path: Path, changes: dict, complaint: str
+) -> None:
     with pytest.raises(ScheduleError, match=r"scheduler\.json") as caught:
         load_artifact(written(tmp_path, **changes))
     assert complaint in str(caught.value)
@@ -118,7 +122,8 @@ def test_the_scheduler_imports_neither_torch_nor_another_stage() -> None:
     code = (
         "import sys, treegraft.runtime.scheduler; "
         "heavy = {'torch', 'transformers', 'sklearn', 'lightgbm', 'pyarrow', 'numpy'} & set(sys.modules); "
-        "stages = [m for m in sys.modules if m.startswith(('treegraft.collect', 'treegraft.value', 'treegraft.distill'))]; "
+        "others = ('treegraft.collect', 'treegraft.value', 'treegraft.distill'); "
+        "stages = [m for m in sys.modules if m.startswith(others)]; "
         "sys.exit(str(heavy or stages) if heavy or stages else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

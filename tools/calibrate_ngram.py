@@ -25,7 +25,13 @@ from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import Paths
 
 RANKS = 4
-START = {"length": [0.0] * NGramDrafter.longest, "rank": [0.0] * RANKS, "share": [0.0], "count": [0.0], "recency": [0.0]}
+START = {
+    "length": [0.0] * NGramDrafter.longest,
+    "rank": [0.0] * RANKS,
+    "share": [0.0],
+    "count": [0.0],
+    "recency": [0.0],
+}
 
 
 def main(

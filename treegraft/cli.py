@@ -35,11 +35,14 @@ Children = Annotated[int, typer.Option(help="Next tokens a frontier node (m).")]
 Budget = Annotated[int, typer.Option(help="Verification nodes beside the root (B).")]
 Pool = Annotated[int | None, typer.Option(help="Tree nodes a medium call may process (C); no limit if absent.")]
 MediumCalls = Annotated[int | None, typer.Option(help="Medium steps a round; no limit if absent.")]
-CutOption = Annotated[str, typer.Option("--cut", help="Verification size: worth, none, or a limit on log s such as -2.5.")]
+CutOption = Annotated[
+    str, typer.Option("--cut", help="Verification size: worth, none, or a limit on log s such as -2.5.")
+]
 Latency = Annotated[Path | None, typer.Option(help="Latency profile, from `treegraft profile`.")]
 Rho = Annotated[float | None, typer.Option(help="Tokens per ms for `worth`; by default 1 / T_tgt(1).")]
 Schedules = Annotated[
-    list[str], typer.Option("--schedule", help="small, medium, a mask such as 0b00101, or a scheduler.json. Repeatable.")
+    list[str],
+    typer.Option("--schedule", help="small, medium, a mask such as 0b00101, or a scheduler.json. Repeatable."),
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0.0)]
 TopK = Annotated[int, typer.Option(help="0: off.", min=0)]
@@ -92,7 +95,8 @@ def profile(
     one, sixteen = float(measured.target(1, 256)), float(measured.target(17, 256))
     console.print(
         f"{out}: at 256 tokens of context a target forward takes {one:.1f} ms for one token and {sixteen:.1f} ms "
-        f"for 17; a medium call {float(measured.medium(1, 256)):.1f} ms for one and {float(measured.medium(4, 256)):.1f} for 4"
+        f"for 17, a medium call {float(measured.medium(1, 256)):.1f} ms for one and "
+        f"{float(measured.medium(4, 256)):.1f} ms for 4"
     )
 
 
@@ -227,7 +231,9 @@ def generate(
     medium: Medium = "default-medium",
     device: Device = "cpu",
     dtype: Dtype = "float32",
-    schedule: Annotated[str, typer.Option(help="small, medium, a mask, autoregressive, or a scheduler.json.")] = "small",
+    schedule: Annotated[
+        str, typer.Option(help="small, medium, a mask, autoregressive, or a scheduler.json.")
+    ] = "small",
     max_new_tokens: MaxNewTokens = 256,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
     depth: Depth = DEFAULTS.depth,
@@ -276,17 +282,25 @@ def generate(
     decoded = decode(*models, ids, plan, max_new_tokens, chooser, on_tokens=stream)
     print(tokenizer.decode(tokens, skip_special_tokens=True)[len(shown) :])
     if stats:
-        count = len(decoded.rounds) or 1
-        console.print(
-            f"{len(decoded.tokens)} tokens in {decoded.total_ms / 1e3:.2f} s "
-            f"({len(decoded.tokens) / decoded.total_ms * 1e3:.1f} tokens/s, first after {decoded.first_token_ms:.0f} ms); "
-            f"{len(decoded.rounds)} rounds, {sum(r.accepted for r in decoded.rounds) / count:.2f} accepted, "
-            f"{sum(r.medium_calls for r in decoded.rounds) / count:.2f} medium calls and "
-            f"{sum(r.kept for r in decoded.rounds) / count:.1f} nodes verified a round; ms by part: "
-            + ", ".join(f"{part} {sum(r.ms[part] for r in decoded.rounds):.0f}" for part in decoded.rounds[0].ms)
-            if decoded.rounds
-            else f"{len(decoded.tokens)} tokens, no round"
-        )
+        console.print(_stats(decoded), markup=False)
+
+
+def _stats(decoded: Any) -> str:
+    rounds, seconds = decoded.rounds, decoded.total_ms / 1e3
+    said = (
+        f"{len(decoded.tokens)} tokens in {seconds:.2f} s ({len(decoded.tokens) / seconds:.1f} tokens/s, first after "
+        f"{decoded.first_token_ms:.0f} ms), {len(rounds)} rounds"
+    )
+    if rounds:
+        figures = {
+            "accepted": [r.accepted for r in rounds],
+            "medium calls": [r.medium_calls for r in rounds],
+            "nodes drafted": [r.drafted for r in rounds],
+            "nodes verified": [r.kept for r in rounds],
+        }
+        said += "; a round: " + ", ".join(f"{sum(v) / len(rounds):.2f} {name}" for name, v in figures.items())
+        said += "; ms: " + ", ".join(f"{part} {sum(r.ms[part] for r in rounds):.0f}" for part in rounds[0].ms)
+    return said
 
 
 @app.command()

@@ -91,23 +91,26 @@ def _draw_round(target: Any, medium: Any, plan: Plan, prompt: list[int]) -> str:
     return max(rounds, key=lambda found: found[0])[1] if rounds else ""
 
 
-def _page(
-    summary: dict[str, Any], records: list[bench.Record], learned: Plan, picture: str, drafting: Drafting
-) -> str:
+def _page(summary: dict[str, Any], records: list[bench.Record], learned: Plan, picture: str, drafting: Drafting) -> str:
     mine = [r for r in records if r.schedule == learned.name]
     shares = {}
     for file in sorted({r.file for r in mine}):
         of_file = [r for r in mine if r.file == file]
         rounds = sum(r.rounds for r in of_file) or 1
         shares[file] = [sum(r.steps[k] for r in of_file) / rounds for k in range(drafting.depth)]
+    speed = (
+        "Total tokens over total time against the faster of our one-token loop and transformers' generate. "
+        "The lines are 95 % intervals, bootstrapped over prompts."
+    )
+    tree = (
+        "Green: proposed by the small drafter. Orange: by the medium drafter. Faint: drafted but not verified. Filled: "
+        "accepted. The number is s, the product of the probabilities from the root on."
+    )
+    overall = summary["overall"]
     return report.page(
         [
-            ("Speed", "Total tokens over total time against the faster of our one-token loop and transformers' generate; "
-             "bars carry 95 % intervals, bootstrapped over prompts.", report.bars(summary["overall"])
-             + report.table(summary["overall"])),
-            ("Where the medium drafter is called", "Share of the learned schedule's rounds that call it, by step.",
-             report.calls(shares)),
-            ("One real round", "Green: proposed by the small drafter; orange: by the medium one; faint: drafted but not "
-             "verified; filled: accepted. The number is s, the product of probabilities from the root.", picture),
+            ("Speed", speed, report.bars(overall) + report.table(overall)),
+            ("Where the medium drafter is called", "Share of the learned schedule's rounds.", report.calls(shares)),
+            ("One real round", tree, picture),
         ]
-    )  # fmt: skip
+    )

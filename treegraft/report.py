@@ -1,5 +1,6 @@
 """The demo's report: one HTML file with speedup bars, where the medium drafter is called, and a real round's tree."""
 
+import math
 from html import escape
 from typing import Any
 
@@ -21,7 +22,7 @@ def bars(figures: dict[str, dict[str, Any]]) -> str:
         parts.append(
             f'<text x="160" y="{y + 16}" text-anchor="end">{escape(name)}</text>'
             f'<rect x="170" y="{y}" width="{width:.1f}" height="24" fill="#7570b3" opacity="0.75"/>'
-            f'<path d="M{low:.1f} {y + 12}H{high:.1f}M{low:.1f} {y + 6}v12M{high:.1f} {y + 6}v12" stroke="#222" fill="none"/>'
+            f'<path d="M{low:.1f} {y + 12}H{high:.1f}M{low:.1f} {y + 6}v12M{high:.1f} {y + 6}v12" stroke="#222"/>'
             f'<text x="{max(high, 170 + width) + 8:.1f}" y="{y + 16}">{m["speedup"]:.2f}</text>'
         )
     one = 170 + scale
@@ -67,17 +68,20 @@ def draw_tree(tree: DraftTree, kept: list[int], accepted: list[int], tokenizer: 
     parts = []
     for node in range(len(tree)):
         x, y = 20 + 150 * tree.depth[node], 24 + 26 * height[node]
+        on_path, colour = node in path, COLOURS[tree.proposers[node]]
         if node:
-            px, py = 20 + 150 * tree.depth[tree.parent[node]] + 104, 24 + 26 * height[tree.parent[node]]
-            stroke = '#222" stroke-width="2.5' if node in path else "#bbb"
-            parts.append(f'<path d="M{px:.0f} {py:.0f}C{px + 24:.0f} {py:.0f} {x - 24} {y:.0f} {x} {y:.0f}" fill="none" stroke="{stroke}"/>')
-        colour = COLOURS[tree.proposers[node]]
+            px, py = x - 150 + 104, 24 + 26 * height[tree.parent[node]]
+            stroke = 'stroke="#222" stroke-width="2.5"' if on_path else 'stroke="#bbb"'
+            curve = f"M{px:.0f} {py:.0f}C{px + 24:.0f} {py:.0f} {x - 24} {y:.0f} {x} {y:.0f}"
+            parts.append(f'<path d="{curve}" fill="none" {stroke}/>')
         label = escape(repr(tokenizer.decode([tree.token[node]]))[1:-1][:12])
         parts.append(
-            f'<g opacity="{1 if node in verified else 0.35}"><rect x="{x}" y="{y - 11:.0f}" width="104" height="22" rx="5" '
-            f'fill="{colour}" fill-opacity="{0.45 if node in path else 0.12}" stroke="{colour}"/>'
+            f'<g opacity="{1 if node in verified else 0.35}">'
+            f'<rect x="{x}" y="{y - 11:.0f}" width="104" height="22" rx="5" fill="{colour}" '
+            f'fill-opacity="{0.45 if on_path else 0.12}" stroke="{colour}"/>'
             f'<text x="{x + 6}" y="{y + 4:.0f}" xml:space="preserve">{label}</text>'
-            f'<text x="{x + 99}" y="{y + 4:.0f}" text-anchor="end" fill="#777" font-size="9">{2.718281828**tree.log_s[node]:.2f}</text></g>'
+            f'<text x="{x + 99}" y="{y + 4:.0f}" text-anchor="end" fill="#777" font-size="9">'
+            f"{math.exp(tree.log_s[node]):.2f}</text></g>"
         )
     return _svg(150 * (max(tree.depth) + 1), 20 + 26 * max(leaves, 1), parts)
 
@@ -97,8 +101,9 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
     """The figures of each schedule as an HTML table."""
     rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{m['tokens_per_second']:.2f}</td><td>{m['speedup']:.3f}</td>"
-        f"<td>{m['speedup_interval'][0]:.3f} .. {m['speedup_interval'][1]:.3f}</td><td>{m['accepted_per_round']:.2f}</td>"
-        f"<td>{m['medium_calls_per_round']:.2f}</td><td>{'equal' if m['text_equal'] else 'differs'}</td></tr>"
+        f"<td>{m['speedup_interval'][0]:.3f} .. {m['speedup_interval'][1]:.3f}</td>"
+        f"<td>{m['accepted_per_round']:.2f}</td><td>{m['medium_calls_per_round']:.2f}</td>"
+        f"<td>{'equal' if m['text_equal'] else 'differs'}</td></tr>"
         for name, m in figures.items()
     )
     heads = ("schedule", "tokens/s", "speedup", "95 % interval", "accepted/round", "medium calls/round", "text")

@@ -26,8 +26,12 @@ KEYS = [
     pa.field("position", pa.int32()),  # answer tokens before the root
 ]
 DECISIONS = pa.schema(
-    [*KEYS, pa.field("token", pa.int32()), *(pa.field(n, pa.type_for_alias(SIGNALS[n].dtype)) for n in LOGGED)]
-    + [pa.field("position_ms", pa.float32())]  # wall time, the one column that differs between equal runs
+    [
+        *KEYS,
+        pa.field("token", pa.int32()),  # the root's
+        *(pa.field(name, pa.type_for_alias(SIGNALS[name].dtype)) for name in LOGGED),
+        pa.field("position_ms", pa.float32()),  # wall time, the one column that differs between equal runs
+    ]
 )
 LEAVES = pa.schema(
     [
@@ -122,7 +126,7 @@ def read_log(folder: Path) -> tuple[dict[str, Any], list[Answer]]:
             if hashlib.sha256(path.read_bytes()).hexdigest() != part[name]["sha256"]:
                 raise LogError(f"{path}: altered or truncated since it was collected (its hash differs)")
             tables.append(pq.read_table(path))
-        answers += _answers(*tables, manifest["drafting"]["depth"], manifest["drafting"]["budget"])
+        answers += _answers(tables[0], tables[1], manifest["drafting"]["depth"], manifest["drafting"]["budget"])
     if not answers:
         raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")
     return manifest, answers
@@ -132,7 +136,9 @@ def _answers(decisions: pa.Table, leaves: pa.Table, depth: int, budget: int) -> 
     found = []
     signals = np.column_stack([decisions[name].to_numpy().astype(np.float64) for name in LOGGED])
     decided = {name: decisions[name].to_numpy() for name in ("turn", "position", "step", "mask")}
-    leaf = {name: leaves[name].to_numpy() for name in ("turn", "position", "mask", "q", "prompt_length", "answer_length")}
+    leaf = {
+        name: leaves[name].to_numpy() for name in ("turn", "position", "mask", "q", "prompt_length", "answer_length")
+    }
     for turn in np.unique(leaf["turn"]):
         rows = np.flatnonzero(leaf["turn"] == turn)
         positions = np.unique(leaf["position"][rows])

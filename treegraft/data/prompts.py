@@ -74,15 +74,17 @@ def _parse(path: Path, number: int, line: str) -> Prompt:
         return Prompt(**fields, turns=tuple(turns))
     if "messages" in data:
         messages = data["messages"]
-        good = isinstance(messages, list) and messages and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-        )  # fmt: skip
+        good = bool(messages) and isinstance(messages, list) and all(map(_is_message, messages))
         if not good:
             raise PromptError(f"{where}: `messages` must be a list of objects with `role` and `content` strings")
         return Prompt(**fields, messages=tuple(messages))
     if isinstance(data.get("prompt"), str) and data["prompt"]:
         return Prompt(**fields, text=data["prompt"])
     raise PromptError(f"{where}: needs `turns`, `messages` or a non-empty `prompt`")
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 class Conversation:
@@ -98,13 +100,15 @@ class Conversation:
         """Token ids to answer at `turn` (0-based); raises PromptError where there are none."""
         where = f"{self.prompt.file}/{self.prompt.id}"
         if self.prompt.text is not None:
-            ids = self.tokenizer(self.prompt.text)["input_ids"]
+            ids: Any = self.tokenizer(self.prompt.text)["input_ids"]
         else:
             if self.prompt.turns:
                 self.messages.append({"role": "user", "content": self.prompt.turns[turn]})
             if not self.tokenizer.chat_template:
                 raise PromptError(f"{where}: the tokenizer has no chat template; give raw text as `prompt` instead")
-            encoded = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)
+            encoded: Any = self.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True, return_dict=True
+            )
             ids = encoded["input_ids"]
         if not ids:
             raise PromptError(f"{where}: the prompt is empty once tokenised")
@@ -112,6 +116,6 @@ class Conversation:
 
     def answer(self, tokens: list[int]) -> str:
         """Take the model's answer into the conversation; returns its text."""
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         self.messages.append({"role": "assistant", "content": text})
         return text

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -130,14 +131,23 @@ def decode(
         paths = Paths(root, committed, small.longest)
         tree = DraftTree(token=[root])
         lag = 0 if drafter is None else drafter.lag(committed)
-        mask, tokens, read = 0, [], []
+        mask, tokens, read = 0, list[int](), list[dict[str, Any]]()
         if not first:
             entropy, margin = decoded.uncertainty[-1] if measure else (0.0, 0.0)
             state = signals.State(
-                tree, drafting.width, 0, 0, len(prompt), len(decoded.tokens) - 1, entropy, margin, lag=lag,
-                match=lambda node: small.match(paths, tree.path[node]), planned=lambda: len(plan_medium(tree, drafting)),
-                accepted=[round.accepted for round in decoded.rounds],
-            )  # fmt: skip
+                tree,
+                drafting.width,
+                0,
+                0,
+                len(prompt),
+                len(decoded.tokens) - 1,
+                entropy,
+                margin,
+                match=partial(_match, small, paths, tree),
+                planned=partial(_planned, tree, drafting),
+                lag=lag,
+                accepted=[done.accepted for done in decoded.rounds],
+            )
             mask, tokens, read = draft(tree, paths, committed, small, drafter, plan, state, clock)
         order = tree.ordered(drafting.budget)
         kept = order[: plan.cut.size([tree.log_s[node] for node in order], len(committed))]
@@ -192,7 +202,7 @@ def draft(
     Returns the mask of medium steps, the nodes processed in each step, and the signals that each decision read.
     """
     drafting, schedule = plan.drafting, plan.schedule
-    mask, tokens, read = 0, [], []
+    mask, tokens, read = 0, list[int](), list[dict[str, Any]]()
     for step in range(1, drafting.depth + 1):
         names = schedule.reads
         if names:
@@ -230,7 +240,7 @@ def accept(
     """
     row = {0: 0} | {node: i + 1 for i, node in enumerate(kept)}
     choices = logits.argmax(dim=-1).tolist() if chooser.plain else None
-    node, accepted = 0, []
+    node, accepted = 0, list[int]()
     while True:
         if choices is not None:
             token = choices[row[node]]
@@ -249,6 +259,14 @@ def uncertainty(logits: torch.Tensor) -> list[tuple[float, float]]:
     best = log_p.topk(2, dim=-1).values
     entropy = -(log_p.exp() * log_p).nansum(dim=-1)
     return list(zip(entropy.tolist(), (best[:, 0] - best[:, 1]).tolist()))
+
+
+def _match(small: NGramDrafter, paths: Paths, tree: DraftTree, node: int) -> tuple[int, int]:
+    return small.match(paths, tree.path[node])
+
+
+def _planned(tree: DraftTree, drafting: Drafting) -> int:
+    return len(plan_medium(tree, drafting))
 
 
 def _shared(state: signals.State) -> dict[str, Any]:

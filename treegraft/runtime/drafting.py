@@ -60,8 +60,10 @@ class MediumDrafter(Protocol):
         ...
 
 
-def small_step(tree: DraftTree, paths: Paths, small: SmallDrafter, medium: MediumDrafter, drafting: Drafting) -> None:
-    """Expand Top_W(N_k) with the small drafter."""
+def small_step(
+    tree: DraftTree, paths: Paths, small: SmallDrafter, medium: MediumDrafter | None, drafting: Drafting
+) -> None:
+    """Expand Top_W(N_k) with the small drafter; `medium` gives its p for children of nodes that it processed."""
     frontier = tree.top(tree.new, drafting.width)
     proposals = [(node, small.propose(paths, tree.path[node], drafting.children)) for node in frontier]
     _attach(tree, paths, proposals, "small", medium)
@@ -105,7 +107,7 @@ def medium_step(
         children = tree.children[node]
         for child, log_p in zip(children, medium.log_p(tree.path[node], [tree.token[c] for c in children])):
             if log_p is not None:
-                tree.log_p[child] = log_p
+                tree.log_p[child] = min(log_p, 0.0)
     tree.rescore()
     # With a limit C some pool nodes have no logits yet; a node whose parent has none either waits outside P.
     entered = [node for node in pool if node == 0 or tree.processed[tree.parent[node]]]
@@ -127,7 +129,7 @@ def _attach(
     paths: Paths,
     proposals: list[tuple[int, list[tuple[int, float]]]],
     proposer: str,
-    medium: MediumDrafter,
+    medium: MediumDrafter | None,
 ) -> None:
     """Graft the proposed children; they form N_{k+1}, save those expanded in this same step."""
     expanded = {node for node, _ in proposals}
@@ -138,7 +140,7 @@ def _attach(
             child = tree.find_child(node, token)
             if child is None:
                 path = paths.child(tree.path[node], token)
-                if proposer == "small" and tree.processed[node]:
+                if proposer == "small" and medium is not None and tree.processed[node]:
                     known = medium.log_p(tree.path[node], [token])[0]
                     log_p = log_p if known is None else known
                 child = tree.add(node, token, min(log_p, 0.0), path, proposer)

@@ -19,6 +19,8 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
+        self.keys: torch.Tensor  # (batch, heads, size, width), of which `length` slots are in use
+        self.values: torch.Tensor
         self.length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -49,19 +49,26 @@ class LatencyProfile:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str) -> "LatencyProfile":
+        name = "file"
         try:
             curves = {}
             for name in ("target", "medium"):
                 fields = dict(data[name])
                 curves[name] = Curve(**{**fields, "tokens": tuple(fields["tokens"]), "ms": tuple(fields["ms"])})
+            name = "file"
             profile = cls(**{**data, **curves})
-        except (KeyError, TypeError) as error:
-            raise ProfileError(f"{where}: not a latency profile ({error}); make one with `treegraft profile`") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProfileError(
+                f"{where}: not a latency profile ({name}: {error}); make one with `treegraft profile`"
+            ) from error
         for name, curve in curves.items():
-            numbers = np.array([*curve.ms, curve.context_ms, curve.context_token_ms], dtype=np.float64)
-            ordered = len(curve.tokens) == len(curve.ms) > 0 and np.all(np.diff(curve.tokens) > 0)
-            if not ordered or not np.all(np.isfinite(numbers)) or np.any(numbers < 0):
+            times = (*curve.ms, curve.context_ms, curve.context_token_ms)
+            paired = len(curve.tokens) == len(curve.ms) > 0
+            if not paired or not _finite((*curve.tokens, *times)) or not np.all(np.diff(curve.tokens) > 0):
                 raise ProfileError(f"{where}: {name} needs increasing tokens with finite times >= 0 ms")
+        for name in ("small_step_ms", "medium_step_ms", "round_ms"):
+            if not _finite((getattr(profile, name),)):
+                raise ProfileError(f"{where}: {name} needs a finite time >= 0 ms")
         return profile
 
     @classmethod
@@ -76,6 +83,10 @@ class LatencyProfile:
     def what_if(cls, ratio: float) -> "LatencyProfile":
         """The what-if profile r: a target forward is 1 ms whatever its size, a call `ratio`, all else free."""
         return cls(Curve((1,), (1.0,)), Curve((1,), (ratio,)), machine=f"what-if r={ratio}")
+
+
+def _finite(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
 
 
 def fit_curve(tokens: np.ndarray, context: np.ndarray, ms: np.ndarray) -> Curve:

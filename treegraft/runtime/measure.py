@@ -96,7 +96,7 @@ class _Runner:
         committed = self.tokens[: self.context] if self.context else self.tokens[: size - 1]
         paths = Paths(self.tokens[-1], [], 1)
         count = size if self.context else 1
-        nodes = [0] + [paths.child(0, token) for token in dict.fromkeys(self.tokens) if token != self.tokens[-1]][: count - 1]
+        nodes = [0, *(paths.child(0, token) for token in sorted(set(self.tokens))[: count - 1])]
         start = perf_counter()
         forward(committed, paths, nodes)[-1, -1].item()  # waits for the device
         ms = (perf_counter() - start) * 1e3

@@ -18,8 +18,10 @@ class LMDrafter:
         self.calls = 0
         self.tokens = 0
         vocabulary = model.draft_vocabulary
-        self._vocabulary = None if vocabulary is None else vocabulary.tolist()
-        self._column = None if vocabulary is None else {token: i for i, token in enumerate(self._vocabulary)}
+        self._vocabulary: list[int] | None = None if vocabulary is None else vocabulary.tolist()
+        self._column: dict[int, int] | None = None
+        if self._vocabulary is not None:
+            self._column = {token: i for i, token in enumerate(self._vocabulary)}
         self._blocks: list[torch.Tensor] = []  # log-probabilities, one block a call, shape (nodes, V)
         self._row: dict[int, tuple[int, int]] = {}  # path -> block and row in it
         self._best: dict[int, list[tuple[int, float]]] = {}

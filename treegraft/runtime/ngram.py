@@ -87,4 +87,4 @@ class NGramDrafter:
             + weights["count"][0] * math.log(times)
             + weights["recency"][0] * math.log(since)
         )
-        return -math.log1p(math.exp(-odds))
+        return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))

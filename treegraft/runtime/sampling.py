@@ -4,6 +4,7 @@ Since the choice at a position does not depend on the tree, every schedule emits
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,12 @@ class Chooser:
 
     @classmethod
     def make(
-        cls, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0, seed: int = 0
+        cls,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
     ) -> "Chooser":
         """As `generate` orders them: repetition penalty, temperature, top-k, top-p. Temperature 0 is greedy."""
         processors = LogitsProcessorList()
@@ -51,7 +57,8 @@ class Chooser:
         """What is compared to choose the token after `text`, from the target's logits there, both of shape (V,)."""
         scores = logits[None] if logits.dtype == torch.float64 else logits[None].float()
         if self.processors:
-            scores = self.processors(torch.tensor([text], device=logits.device), scores)
+            ids: Any = torch.tensor([text], device=logits.device)
+            scores = self.processors(ids, scores)  # type: ignore[arg-type]
         if self.seed is not None:
             noise = torch.from_numpy(gumbel(self.seed, len(text), logits.shape[-1])).to(logits.device)
             scores = torch.log_softmax(scores, dim=-1) + noise

@@ -108,7 +108,9 @@ class Artifact:
         for name in self.schedule.reads:
             if not math.isfinite(signals.get(name, math.nan)):
                 if not self.fallbacks:
-                    warnings.warn(f"signal {name!r} is missing or not finite; using the fallback schedule", stacklevel=2)
+                    warnings.warn(
+                        f"signal {name!r} is missing or not finite; using the fallback schedule", stacklevel=2
+                    )
                 self.fallbacks += 1
                 return Mask(self.fallback).decide(step, mask, signals)
         return self.schedule.decide(step, mask, signals)
@@ -141,7 +143,9 @@ def load_artifact(path: Path) -> Artifact:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ScheduleError):
             raise
-        raise ScheduleError(f"{path}: cannot be read as an artifact ({error}); `treegraft distill` makes one") from error
+        raise ScheduleError(
+            f"{path}: cannot be read as an artifact ({error}); `treegraft distill` makes one"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ScheduleError(f"{path}: not a {FORMAT} file; `treegraft distill` makes one")
     if data.get("version") != VERSION:

@@ -15,13 +15,16 @@ LOG_S_FLOOR = -20.0  # the score of an empty set, and the least that a node coun
 class Tree(Protocol):
     """What signals read of a draft tree: columns over nodes in order of creation, node 0 the root."""
 
-    parent: Sequence[int]
-    depth: Sequence[int]
-    log_s: Sequence[float]
-    visited: Sequence[bool]
-    processed: Sequence[bool]
-    children: Sequence[Sequence[int]]
-    new: Sequence[int]
+    @property
+    def depth(self) -> Sequence[int]: ...
+    @property
+    def log_s(self) -> Sequence[float]: ...
+    @property
+    def visited(self) -> Sequence[bool]: ...
+    @property
+    def children(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def new(self) -> Sequence[int]: ...
 
 
 @dataclass

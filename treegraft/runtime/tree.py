@@ -15,7 +15,7 @@ class Paths:
         self.parents = [-1]
         self.tokens = [root]
         self.depths = [0]
-        self.tails = [tuple((committed[-tail_length:] + [root])[-tail_length:])]
+        self.tails = [tuple([*committed[-tail_length:], root][-tail_length:])]
         self._child: dict[tuple[int, int], int] = {}
 
     def child(self, path: int, token: int) -> int:

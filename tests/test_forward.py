@@ -1,0 +1,139 @@
+"""A tree forward gives every node the logits that its root-to-node path would have on its own (spec section 3)."""
+
+import random
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, VOCABULARY
+
+from treegraft.runtime.forward import GROWTH, TreeForward
+from treegraft.runtime.models import Model
+from treegraft.runtime.tree import Paths
+
+
+def words(paths: Paths, path: int) -> list[int]:
+    """The tokens from the root to a path's end."""
+    found = []
+    while path >= 0:
+        found.append(paths.tokens[path])
+        path = paths.parents[path]
+    return found[::-1]
+
+
+def assert_as_alone(model: Model, committed: list[int], paths: Paths, nodes: list[int], logits: torch.Tensor) -> None:
+    assert logits.shape == (len(nodes), VOCABULARY)
+    for node, row in zip(nodes, logits):
+        with torch.inference_mode():
+            alone = model.lm(torch.tensor([committed + words(paths, node)]), use_cache=False).logits[0, -1]
+        torch.testing.assert_close(row, alone, atol=1e-4, rtol=0)
+
+
+def random_tree(rng: random.Random, committed: list[int], size: int) -> Paths:
+    """A root after `committed` and up to `size` paths below it, siblings and cousins with equal tokens among them."""
+    paths = Paths(rng.randrange(VOCABULARY), committed, 6)
+    for _ in range(size):
+        paths.child(rng.randrange(len(paths.tokens)), rng.randrange(6))
+    return paths
+
+
+def text(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_nodes_have_the_logits_of_their_own_paths_round_after_round(pair, kind) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair(kind)
+    rng = random.Random(kind)
+    forward = TreeForward(model)
+    committed = text(rng, 9)
+    for _ in range(4):
+        paths = random_tree(rng, committed, 10)
+        nodes = list(range(len(paths.tokens)))
+        assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))
+        # Commit any branch; its end becomes the next root's context.
+        branch = [nodes[-1]]
+        while branch[0]:
+            branch.insert(0, paths.parents[branch[0]])
+        forward.commit(branch)
+        committed = committed + [paths.tokens[node] for node in branch]
+        assert forward.seen == len(committed)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_tree_may_be_processed_in_several_calls(pair, kind) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair(kind)
+    rng = random.Random(kind)
+    forward = TreeForward(model)
+    committed = text(rng, 5)
+    for _ in range(2):
+        paths = random_tree(rng, committed, 12)
+        count = len(paths.tokens)
+        for part in ([0], [node for node in range(1, count // 2)], [count // 2], list(range(count // 2 + 1, count))):
+            assert_as_alone(model, committed, paths, part, forward(committed, paths, part))
+        child = next(node for node in range(count - 1, 0, -1) if paths.parents[node] == 0)
+        forward.commit([0, child])
+        committed = committed + [paths.tokens[0], paths.tokens[child]]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_model_that_lags_catches_up_in_its_next_call(pair, kind) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair(kind)
+    rng = random.Random(kind)
+    forward = TreeForward(model)
+    committed = text(rng, 6)
+    paths = random_tree(rng, committed, 6)
+    forward(committed, paths, [0, 1])
+    # Of the committed branch it processed the root and the first node only.
+    deeper = paths.child(paths.child(1, 190), 191)
+    forward.commit([0, 1, paths.parents[deeper], deeper])
+    assert forward.seen == len(committed) + 2
+    committed = committed + words(paths, deeper)
+    # A round without a call, and then one with a lag of 2 + 1 + 3 tokens.
+    forward.commit([0])
+    committed = committed + text(rng, 4)
+    assert len(committed) - forward.seen == 6
+    paths = random_tree(rng, committed, 8)
+    nodes = list(range(len(paths.tokens)))
+    assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))
+    forward.commit([0])
+    # A lag and the root alone: plain causal attention.
+    committed = committed + [paths.tokens[0], *text(rng, 3)]
+    paths = Paths(5, committed, 6)
+    assert_as_alone(model, committed, paths, [0], forward(committed, paths, [0]))
+
+
+def test_a_root_without_context_is_a_text_of_one_token(pair) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair("llama")
+    forward = TreeForward(model)
+    paths = random_tree(random.Random(1), [], 5)
+    nodes = list(range(len(paths.tokens)))
+    assert_as_alone(model, [], paths, nodes, forward([], paths, nodes))
+
+
+def test_the_cache_outgrows_its_first_block(pair) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair("llama")
+    rng = random.Random(3)
+    forward = TreeForward(model)
+    committed = text(rng, GROWTH - 8)
+    for _ in range(6):
+        paths = random_tree(rng, committed, 12)
+        nodes = list(range(len(paths.tokens)))
+        assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))
+        forward.commit([0])
+        committed = committed + [paths.tokens[0]] + text(rng, 3)
+
+
+def test_what_is_not_committed_leaves_no_trace(pair) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair("qwen3")
+    rng = random.Random(4)
+    committed = text(rng, 7)
+    used, fresh = TreeForward(model), TreeForward(model)
+    paths = random_tree(rng, committed, 10)
+    used(committed, paths, list(range(len(paths.tokens))))
+    used.commit([0])
+    fresh(committed, paths, [0])
+    fresh.commit([0])
+    committed = [*committed, paths.tokens[0]]
+    paths = random_tree(rng, committed, 10)
+    nodes = list(range(len(paths.tokens)))
+    torch.testing.assert_close(used(committed, paths, nodes), fresh(committed, paths, nodes), atol=1e-5, rtol=0)

@@ -1,0 +1,182 @@
+"""What is wrong with a model is said, with its name, before any text is decoded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import VOCABULARY, config, save_lm, tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from treegraft.runtime.decode import AUTOREGRESSIVE, ContextError, Plan, decode
+from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.models import ModelError, cache_folder, check_pair, load_model
+from treegraft.runtime.scheduler import Mask
+from treegraft.runtime.size import Cut
+
+SMALL = Plan("small", Mask(0), Drafting(depth=3, width=2, children=2), Cut("none"))
+
+
+def save_config(folder: Path, kind: str, **settings) -> str:  # type: ignore[no-untyped-def]
+    AutoConfig.for_model(kind, **settings).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "no-such-folder"])
+def test_a_missing_model_is_named(name: str) -> None:
+    with pytest.raises(ModelError, match=f"model '{name}': neither a local folder .* 'default'"):
+        load_model(name)
+
+
+def test_a_missing_gguf_file_is_named() -> None:
+    with pytest.raises(ModelError, match=r"model '/no/such/model\.gguf': no such file"):
+        load_model("/no/such/model.gguf")
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load_model(str(tmp_path))
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    folder = save_lm(tmp_path / "model", config("llama"), seed=0)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match=f"model '{folder}': cannot be loaded"):
+        load_model(str(folder))
+    weights.write_bytes(b"")
+    with pytest.raises(ModelError, match=f"model '{folder}': cannot be loaded"):
+        load_model(str(folder))
+    weights.unlink()
+    with pytest.raises(ModelError, match=f"model '{folder}': cannot be loaded"):
+        load_model(str(folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=f"model '{folder}'"):
+        load_model(str(folder))
+
+
+def test_a_damaged_gguf_file_is_named_and_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("TREEGRAFT_CACHE", str(tmp_path / "cache"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF nothing")
+    with pytest.raises(ModelError, match=r"broken\.gguf': cannot be read as GGUF"):
+        load_model(str(broken))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+        ("mamba2", {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 4}),
+        ("recurrent_gemma", {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}),
+        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2}),
+        ("qwen3_next", {"hidden_size": 32, "num_hidden_layers": 4}),
+    ],
+)
+def test_a_recurrent_model_is_refused_with_the_reason(tmp_path: Path, kind: str, settings: dict[str, int]) -> None:
+    name = save_config(tmp_path, kind, vocab_size=VOCABULARY, **settings)
+    with pytest.raises(ModelError, match=rf"'{name}' \({kind}\) keeps a recurrent or compressed state"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_an_encoder_decoder_is_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
+    name = save_config(tmp_path, kind, vocab_size=VOCABULARY, d_model=32)
+    with pytest.raises(ModelError, match=rf"'{name}' \({kind}\) is an encoder-decoder"):
+        load_model(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("bloom", {"n_layer": 1, "n_head": 2}), ("xlstm", {"num_hidden_layers": 1, "num_heads": 2})],
+)
+def test_other_models_that_cannot_branch_are_refused_too(tmp_path: Path, kind: str, settings: dict[str, int]) -> None:
+    made = AutoConfig.for_model(kind, vocab_size=VOCABULARY, hidden_size=32, bos_token_id=0, eos_token_id=1, **settings)
+    AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load_model(str(tmp_path))
+
+
+def test_models_of_one_vocabulary_make_a_pair(pair) -> None:  # type: ignore[no-untyped-def]
+    check_pair(*pair("llama"))
+    check_pair(pair("llama")[0], pair("qwen3")[1])
+
+
+def test_models_of_different_vocabularies_are_told_where_they_differ(pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    target, _ = pair("llama")
+    swapped = load_model(str(save_lm(tmp_path / "swapped", config("llama"), seed=0, swap=(3, 7))))
+    with pytest.raises(ModelError, match=r"2 tokens differ.*'t3' \(3 / 7\), 't7' \(7 / 3\)") as caught:
+        check_pair(target, swapped)
+    assert target.name in str(caught.value) and swapped.name in str(caught.value)
+    smaller = load_model(str(save_lm(tmp_path / "smaller", config("llama", size=190), seed=0)))
+    with pytest.raises(ModelError, match=r"10 tokens differ.*'t190' \(190 / None\), 't191' \(191 / None\)"):
+        check_pair(target, smaller)
+
+
+def test_the_context_is_the_models(pair) -> None:  # type: ignore[no-untyped-def]
+    assert pair("llama")[0].context == 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "context"),
+    [
+        ("mistral", {"sliding_window": 40}, 40),
+        ("mistral", {"sliding_window": 4096}, 512),
+        ("mistral", {"sliding_window": None}, 512),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}, 40),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 40}, 512),
+    ],
+    ids=str,
+)
+def test_a_sliding_window_limits_the_context(tmp_path: Path, kind: str, settings: dict[str, int], context: int) -> None:
+    model = load_model(str(save_lm(tmp_path, config(kind, **settings), seed=0)))
+    assert model.context == context
+    if context == 40:  # up to there the text is the one that the model itself generates
+        prompt = list(range(20))
+        ids = torch.tensor([prompt])
+        reference = model.lm.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=17)
+        assert decode(model, None, prompt, SMALL, 17).tokens == reference[0, 20:].tolist()
+        with pytest.raises(ContextError, match=r"20 prompt tokens \+ 18 new \+ 3 drafted = 41 exceed .* 40 tokens"):
+            decode(model, None, prompt, SMALL, 18)
+
+
+def test_a_prompt_beyond_the_context_is_refused(pair) -> None:  # type: ignore[no-untyped-def]
+    target, medium = pair("llama")
+    with pytest.raises(ContextError, match=r"513 prompt tokens \+ 1 new .* exceed the context of .*512 tokens"):
+        decode(target, None, [1] * 513, AUTOREGRESSIVE, 1)
+    assert len(decode(target, None, [1] * 508, AUTOREGRESSIVE, 4).tokens) == 4
+    with pytest.raises(ContextError, match="shorten the prompt or lower --max-new-tokens"):
+        decode(target, medium, [1] * 507, SMALL, 4)
+
+
+def test_a_prompt_beyond_the_drafters_context_is_refused(pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    target, _ = pair("llama")
+    short = load_model(str(save_lm(tmp_path, config("llama", max_position_embeddings=64), seed=0)))
+    with pytest.raises(ContextError, match=str(tmp_path)):
+        decode(target, short, [1] * 60, SMALL, 4)
+
+
+def test_an_empty_prompt_is_refused(pair) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ContextError, match="the prompt is empty"):
+        decode(pair("llama")[0], None, [], AUTOREGRESSIVE, 4)
+
+
+def test_a_fingerprint_follows_the_weights(pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    target, medium = pair("llama")
+    assert load_model(target.name).fingerprint == target.fingerprint != medium.fingerprint
+
+
+def test_the_default_target_is_converted_once_and_then_read_from_the_cache() -> None:
+    load_model("default")
+    folder = cache_folder() / "smollm2-135m-instruct"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= before.keys()
+    model = load_model("default")
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert model.lm.dtype == torch.float32 and model.context > 1000
+    prompt = model.tokenizer("The capital of France is")["input_ids"]
+    answer = decode(model, None, prompt, SMALL, 4)
+    assert "Paris" in model.tokenizer.decode(answer.tokens)
