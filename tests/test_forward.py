@@ -68,11 +68,11 @@ def test_a_tree_may_be_processed_in_several_calls(pair, kind) -> None:  # type: 
     for _ in range(2):
         paths = random_tree(rng, committed, 12)
         count = len(paths.tokens)
-        for part in ([0], [node for node in range(1, count // 2)], [count // 2], list(range(count // 2 + 1, count))):
+        for part in ([0], list(range(1, count // 2)), [count // 2], list(range(count // 2 + 1, count))):
             assert_as_alone(model, committed, paths, part, forward(committed, paths, part))
         child = next(node for node in range(count - 1, 0, -1) if paths.parents[node] == 0)
         forward.commit([0, child])
-        committed = committed + [paths.tokens[0], paths.tokens[child]]
+        committed = [*committed, paths.tokens[0], paths.tokens[child]]
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -97,7 +97,7 @@ def test_a_model_that_lags_catches_up_in_its_next_call(pair, kind) -> None:  # t
     assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))
     forward.commit([0])
     # A lag and the root alone: plain causal attention.
-    committed = committed + [paths.tokens[0], *text(rng, 3)]
+    committed = [*committed, paths.tokens[0], *text(rng, 3)]
     paths = Paths(5, committed, 6)
     assert_as_alone(model, committed, paths, [0], forward(committed, paths, [0]))
 
@@ -120,7 +120,7 @@ def test_the_cache_outgrows_its_first_block(pair) -> None:  # type: ignore[no-un
         nodes = list(range(len(paths.tokens)))
         assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))
         forward.commit([0])
-        committed = committed + [paths.tokens[0]] + text(rng, 3)
+        committed = [*committed, paths.tokens[0], *text(rng, 3)]
 
 
 def test_what_is_not_committed_leaves_no_trace(pair) -> None:  # type: ignore[no-untyped-def]

@@ -22,10 +22,9 @@ def save_config(folder: Path, kind: str, **settings) -> str:  # type: ignore[no-
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "no-such-folder"])
-def test_a_missing_model_is_named(name: str) -> None:
-    with pytest.raises(ModelError, match=f"model '{name}': neither a local folder .* 'default'"):
-        load_model(name)
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(ModelError, match=r"model '/no/such/folder': neither a local folder .* 'default'"):
+        load_model("/no/such/folder")
 
 
 def test_a_missing_gguf_file_is_named() -> None:
@@ -180,3 +179,27 @@ def test_the_default_target_is_converted_once_and_then_read_from_the_cache() -> 
     prompt = model.tokenizer("The capital of France is")["input_ids"]
     answer = decode(model, None, prompt, SMALL, 4)
     assert "Paris" in model.tokenizer.decode(answer.tokens)
+
+
+def test_a_padded_drafter_head_is_cut_and_a_reduced_drafter_is_no_target(tmp_path: Path) -> None:
+    target = load_model(str(save_lm(tmp_path / "target", config("llama", layers=1), 0)))
+    padded = config("llama", layers=1)
+    padded.vocab_size = VOCABULARY + 24
+    save_lm(tmp_path / "drafter", padded, 1)
+    tokenizer().save_pretrained(tmp_path / "drafter")
+    drafter = load_model(str(tmp_path / "drafter"))
+    check_pair(target, drafter)
+    assert drafter.draft_vocabulary is not None and len(drafter.draft_vocabulary) == VOCABULARY
+    (tmp_path / "target" / "draft_vocabulary.json").write_text("[1, 2, 3]")
+    with pytest.raises(ModelError, match="cannot be a target"):
+        check_pair(load_model(str(tmp_path / "target")), drafter)
+
+
+def test_a_model_that_lacks_weights_or_has_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    folder = save_lm(tmp_path / "target", config("llama", layers=1), 0)
+    with pytest.raises(ModelError, match="int3"):
+        load_model(str(folder), dtype="int3")
+    more = config("llama", layers=2)
+    more.save_pretrained(folder)
+    with pytest.raises(ModelError, match="lack"):
+        load_model(str(folder))

@@ -25,6 +25,8 @@ RULES = Rules(
 )
 TREE = TreeModel((0, -1, -1), (2.5, 0.0, 0.0), (1, 0, 0), (2, 0, 0), (0.0, 0.25, -0.5), ("tree_size",))
 
+LOOP = {name: [0] for name in ("feature", "threshold", "left", "right", "value")}
+
 
 def artifact(schedule: Mask | Rules | TreeModel = RULES) -> Artifact:
     vectors = [{"step": 1, "mask": 0, "signals": {"lag": 3.0, "match_mean": 0.0, "tree_size": 9}, "invoke": None}]
@@ -79,7 +81,7 @@ def test_an_artifact_survives_the_round_trip_in_equal_bytes(tmp_path: Path, sche
         ({"rules": [{"step": 1, "all": [["lag", "==", 1]]}]}, "=="), ({"fallback": None}, "damaged"),
         ({"rules": [{"step": 1, "all": [["lag", ">", float("inf")]]}]}, "finite"),
         ({"rules": []}, "vector 0"),
-        ({"kind": "tree", "tree": {name: [0] for name in ("feature", "threshold", "left", "right", "value")}}, "node 0"),
+        ({"kind": "tree", "tree": LOOP}, "node 0"),
     ],
 )  # fmt: skip
 def test_a_damaged_artifact_is_refused_with_the_file_and_the_fault(

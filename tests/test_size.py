@@ -32,7 +32,9 @@ def test_worth_is_the_best_of_all_sizes() -> None:
         count = int(rng.integers(1, 20))
         log_s = sorted((-rng.exponential(2.0, count)).tolist(), reverse=True)
         model = profile(
-            *np.cumsum(rng.exponential(1.0, 21)).tolist(), context_ms=rng.random() / 10, context_token_ms=rng.random() / 1e3
+            *np.cumsum(rng.exponential(1.0, 21)).tolist(),
+            context_ms=rng.random() / 10,
+            context_token_ms=rng.random() / 1e3,
         )
         rho, context = rng.random() / 2, int(rng.integers(0, 500))
         expected = best_by_trying_all(log_s, context, rho, model)

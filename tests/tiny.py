@@ -1,4 +1,4 @@
-"""Tiny random causal LMs of five architectures, and the one rule by which two greedy texts count as the same."""
+"""Tiny random causal LMs of five architectures, and the one rule by which two texts count as the same."""
 
 import copy
 from pathlib import Path
@@ -7,17 +7,16 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.models.auto.configuration_auto import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from treegraft.runtime.models import Model, load_model
+from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.ties import compare_texts
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox")
 VOCABULARY = 200
-TIE = 1e-4  # two logits closer than this may change places with the shape of the tree
 
-# Forgiven differences: (model name, position in the text, float64 gap of the two best logits).
-TIES: list[tuple[str, int, float]] = []
+TIES: list[tuple[str, list[int]]] = []  # forgiven differences: model name and prompt
 
 
 def tokenizer(size: int = VOCABULARY, swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFast:
@@ -32,11 +31,11 @@ def tokenizer(size: int = VOCABULARY, swap: tuple[int, int] | None = None) -> Pr
 
 def config(kind: str, size: int = VOCABULARY, hidden: int = 64, layers: int = 2, **more):  # type: ignore[no-untyped-def]
     """A configuration of architecture `kind` (a transformers model type) with no end of sequence."""
-    common = dict(
-        vocab_size=size, hidden_size=hidden, intermediate_size=hidden * 3 // 2, num_hidden_layers=layers,
-        num_attention_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+    common = {
+        "vocab_size": size, "hidden_size": hidden, "intermediate_size": hidden * 3 // 2, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
     if kind != "gpt_neox":
         common["num_key_value_heads"] = 2
     if kind == "qwen3":
@@ -94,24 +93,11 @@ def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def same_text(model: Model, prompt: list[int], ours: list[int], reference: list[int]) -> bool:
-    """Whether two greedy answers are the same up to a float tie, which is then added to TIES.
-
-    A difference is forgiven only where the two tokens that the answers chose are the model's two best there, with
-    logits closer than TIE in the model's own precision and in float64 alike. What follows a tie is not compared.
-    """
-    if ours == reference:
-        return True
-    at = next((i for i, (a, b) in enumerate(zip(ours, reference)) if a != b), None)
-    if at is None:  # one is longer
-        return False
-    ids = torch.tensor([prompt + reference[:at]], device=model.device)
-    gap = 0.0
-    for lm in (model.lm, copy.deepcopy(model.lm).double()):
-        with torch.inference_mode():
-            best = lm(ids, use_cache=False).logits[0, -1].topk(2)
-        gap = float(best.values[0] - best.values[1])
-        if {ours[at], reference[at]} != set(best.indices.tolist()) or gap >= TIE:
-            return False
-    TIES.append((model.name, len(prompt) + at, gap))
-    return True
+def same_text(
+    model: Model, prompt: list[int], ours: list[int], reference: list[int], chooser: Chooser | None = None
+) -> bool:
+    """Whether two answers are the same up to a float tie (see `compare_texts`), which is then added to TIES."""
+    verdict = compare_texts(model, prompt, ours, reference, chooser)
+    if verdict == "tie":
+        TIES.append((model.name, prompt))
+    return verdict != "different"

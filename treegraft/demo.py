@@ -16,7 +16,7 @@ from treegraft.distill.distill import distill
 from treegraft.runtime.decode import Plan, decode
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.measure import measure_profile
-from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, check_pair, load_model
+from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, Model, check_pair, load_model
 from treegraft.runtime.plan import plan_from_artifact
 from treegraft.runtime.scheduler import Mask, load_artifact
 from treegraft.runtime.tree import DraftTree
@@ -73,21 +73,22 @@ def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dic
         records = bench.run(target, medium, prompts, plans, BENCH["max_new_tokens"], update)
     summary = bench.summarise_live(records)
     (out / "bench.json").write_text(json.dumps(summary, indent=1) + "\n")
-    picture = _draw_round(target, medium, learned, Conversation(prompts[0], target.tokenizer).ids(0))
+    ids = Conversation(prompts[0], target.tokenizer).ids(0)
+    picture = draw_round(target, medium, learned, ids, BENCH["max_new_tokens"])
     (out / "report.html").write_text(_page(summary, records, learned, picture, drafting))
     say(f"done; everything is in {out}, the pictures in {out / 'report.html'}")
     return summary
 
 
-def _draw_round(target: Any, medium: Any, plan: Plan, prompt: list[int]) -> str:
-    """The round with most accepted tokens, among those where both drafters proposed, if any did."""
+def draw_round(target: Model, medium: Model, plan: Plan, prompt: list[int], max_new_tokens: int) -> str:
+    """SVG of the round with most accepted tokens, among those where both drafters proposed, if any did."""
     rounds: list[tuple[tuple[bool, int], str]] = []
 
     def watch(tree: DraftTree, kept: list[int], accepted: list[int]) -> None:
         both = {"small", "medium"} <= set(tree.proposers)
         rounds.append(((both, len(accepted)), report.draw_tree(tree, kept, accepted, target.tokenizer)))
 
-    decode(target, medium, prompt, plan, BENCH["max_new_tokens"], on_tree=watch)
+    decode(target, medium, prompt, plan, max_new_tokens, on_tree=watch)
     return max(rounds, key=lambda found: found[0])[1] if rounds else ""
 
 

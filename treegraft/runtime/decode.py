@@ -155,7 +155,7 @@ def decode(
         logits = verifier(committed, paths, [0] + [tree.path[node] for node in kept])
         accepted, bonus, rows = accept(tree, kept, logits, chooser, text)
         if measure:
-            decoded.uncertainty += uncertainty(logits[rows])
+            measured = uncertainty(logits[rows])
         clock.lap("target")
         emitted = [tree.token[node] for node in accepted] + [bonus]
         remaining = max_new_tokens - len(decoded.tokens)
@@ -169,6 +169,8 @@ def decode(
             small.extend(emitted)
         text += emitted
         decoded.tokens += emitted
+        if measure:
+            decoded.uncertainty += measured[: len(emitted)]
         if on_tokens:
             on_tokens(emitted)
         if on_tree and not first:

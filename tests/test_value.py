@@ -1,0 +1,209 @@
+"""The value model: its states and worths by hand, a planted signal, cross-validation, determinism, its folder."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from log_fixture import COSTLY, PLANTED, PLANTED_PROFILE, planted_log, random_log, write_log
+
+from treegraft.data.log import LogError, read_log
+from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.scheduler import Mask, Rule, Rules
+from treegraft.runtime.size import Cut
+from treegraft.value_system.replay import NAMES, TRAJECTORY, all_leaves, best_mask, fixed_point, flatten, replay
+from treegraft.value_system.value import (
+    FitError,
+    ValueModel,
+    backward,
+    features,
+    fit_value,
+    leaf_worth,
+    load_value,
+    path,
+    states_of,
+)
+
+BEST = Rules((Rule(1, (("root_match", ">", 2.0),)),), ("root_match",))
+DRAFTING = Drafting(depth=3, budget=6)
+CUT = Cut("worth", 0.05, COSTLY)
+
+
+def speed(answers, schedule) -> float:  # type: ignore[no-untyped-def]
+    return fixed_point(answers, schedule, PLANTED_PROFILE, PLANTED)[1].rho
+
+
+def test_states_inside_a_round_are_those_had_it_stopped_there() -> None:
+    log = flatten(random_log(0, (40, 25)))
+    run = replay(log, Mask(0b010), CUT, COSTLY, DRAFTING)
+    states = states_of(log, run)
+    seen = np.zeros(len(log.position), bool)
+    for index in (0, 1):
+        history: list[int] = []
+        mine = np.flatnonzero(run.trace["answer"] == index)
+        for i in mine:
+            position, lag, accepted, q = (int(run.trace[n][i]) for n in ("position", "lag", "accepted", "q"))
+            called = run.trace["tokens"][i].any()
+            for stopped in range(-1, accepted):  # -1: the round's own start
+                row = log.first[index] + position + stopped + 1
+                if position + stopped + 1 >= log.answers[index].length - 1:
+                    break
+                kept = [*history, stopped] if stopped >= 0 else history
+                expected = lag if stopped < 0 else (stopped - min(stopped, q) if called else lag + 1 + stopped)
+                assert states.lag[row] == expected
+                last = kept[-4:]
+                by_name = {"lag": expected, "accepted_last": kept[-1] if kept else 0,
+                           "accepted_mean4": sum(last) / len(last) if last else 0}  # fmt: skip
+                assert states.values[row].tolist() == [by_name[name] for name in TRAJECTORY]
+                seen[row] = True
+            history.append(accepted)
+    assert seen.all()
+    assert states.later == 1.0  # every round calls, so a call follows every round but an answer's last
+
+
+def test_the_chance_of_a_later_call_is_counted_on_policy() -> None:
+    log = flatten(random_log(0, (40, 25)))
+    assert states_of(log, replay(log, Mask(0), CUT, COSTLY, DRAFTING)).later == 0.0
+
+
+def test_the_worth_of_a_leaf_by_hand() -> None:
+    log, rho = flatten(random_log(1, (12,))), 0.08
+    run = replay(log, Mask(0b001), CUT, COSTLY, DRAFTING)
+    states = states_of(log, run)
+    states.later = 0.4
+    leaves = all_leaves(log, CUT, COSTLY)
+    worth = leaf_worth(log, leaves, states, rho, COSTLY)
+    answer = log.answers[0]
+    for t in range(11):
+        for mask in range(8):
+            context, lag = answer.prompt_length + t, int(states.lag[t])
+            counts = [int(c) for c in answer.tokens[t, mask]]
+            first = next((c for c in counts if c), 0)
+            accepted = int((answer.ranks[t, mask] < leaves.kept[t, mask]).sum())
+            ms = float(COSTLY.target(leaves.kept[t, mask] + 1, context)) + COSTLY.round_ms
+            ms += mask.bit_count() * COSTLY.medium_step_ms + (3 - mask.bit_count()) * COSTLY.small_step_ms
+            ms += sum(float(COSTLY.medium(c, context)) for c in counts if c)
+            if first:
+                ms += float(COSTLY.medium(lag + first, context) - COSTLY.medium(first, context))
+            left = accepted - min(accepted, answer.q[t, mask]) if first else lag + 1 + accepted
+            debt = float(COSTLY.medium(left + 1, context) - COSTLY.medium(1, context))
+            emitted = min(accepted + 1, 11 - t)
+            if t + accepted + 1 >= 11:
+                debt = 0.0
+            assert worth[t, mask] == pytest.approx(emitted - rho * (ms + 0.4 * debt))
+
+
+def test_backward_induction_follows_its_own_decisions() -> None:
+    log = flatten(random_log(2, (9,)))
+    worth = np.random.default_rng(0).normal(size=log.q.shape)
+    margins = backward(log, worth, lambda step, margin: margin > 0)
+    best = path([margin > 0 for margin in margins])[-1]
+    # With decisions by the true margins, every position reaches its best leaf, and step 1 weighs the best of each half.
+    assert np.array_equal(best, worth.argmax(axis=1))
+    halves = worth.reshape(len(worth), 4, 2).max(axis=1)
+    np.testing.assert_allclose(margins[0][:, 0], halves[:, 1] - halves[:, 0])
+
+
+def test_features_before_a_step_are_what_a_live_round_would_read() -> None:
+    log = flatten(random_log(3, (10,)))
+    states = states_of(log, replay(log, Mask(0), CUT, COSTLY, DRAFTING))
+    values = features(log, states, 3).reshape(9, 4, len(NAMES))
+    assert np.array_equal(values[:, :, NAMES.index("mask")], np.tile(np.arange(4), (9, 1)))
+    lag = values[:, :, NAMES.index("lag")]
+    assert np.array_equal(lag[:, 0], states.lag) and not lag[:, 1:].any()  # 0 after a call in the round
+
+
+@pytest.mark.parametrize("kind", ["lightgbm", "linear"])
+def test_a_planted_signal_is_found(kind: str) -> None:
+    train, test = planted_log(0), planted_log(1)
+    model = ValueModel(kind).fit(train, PLANTED_PROFILE, PLANTED)
+    assert model.ranking()[0] == "root_match"
+    learned = replay(test, model, Cut("worth", model.rho_, PLANTED_PROFILE), PLANTED_PROFILE, PLANTED).rho
+    mask = speed(test, Mask(best_mask(train, PLANTED_PROFILE, PLANTED)))
+    assert speed(test, BEST) > 1.1 * mask
+    assert learned > 0.97 * speed(test, BEST)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
+    """A log with a planted signal, its value folder, and the fit's report."""
+    folder = tmp_path_factory.mktemp("value")
+    write_log(folder / "log", planted_log(0), PLANTED)
+    return folder / "log", folder / "value", fit_value(folder / "log", PLANTED_PROFILE, folder / "value")
+
+
+def test_a_written_log_reads_back(fitted) -> None:
+    for ours, read in zip(planted_log(0), read_log(fitted[0])[1], strict=True):
+        for name, value in asdict(ours).items():
+            assert np.array_equal(getattr(read, name), value), name
+
+
+def test_the_smallest_sufficient_set_is_selected(fitted) -> None:
+    report = fitted[2]
+    assert report["signals"] == ["root_match"]
+    held_out = {name: figure.get("speedup") for name, figure in report["cross_validated"].items()}
+    assert held_out["value model"] > 1.1 * held_out["best mask"] > 1.1 * held_out["small"]
+    assert held_out["oracle over masks and cuts"] >= held_out["oracle over masks"] >= held_out["value model"]
+    low, high = report["cross_validated"]["value model over best mask"]["interval"]
+    assert 1 < low < high
+    assert sum(report["importance"]["root_match"]) > 0
+    top = report["calibration"][-1]
+    assert top["predicted"] > 0 and top["realised"] > 0
+
+
+def test_a_fit_is_the_same_again(fitted, tmp_path: Path) -> None:
+    fit_value(fitted[0], PLANTED_PROFILE, tmp_path / "again")
+    files = sorted(path.relative_to(fitted[1]) for path in fitted[1].rglob("*") if path.is_file())
+    assert len(files) > 10
+    for name in files:
+        assert (tmp_path / "again" / name).read_bytes() == (fitted[1] / name).read_bytes(), name
+
+
+def test_a_value_folder_reads_back(fitted) -> None:
+    value = load_value(fitted[1])
+    test = planted_log(1)
+    cut = Cut("worth", value.model.rho_, value.profile)
+    again = replay(test, value.model, cut, value.profile, value.drafting)
+    assert again.rho > 0.97 * speed(test, BEST)
+    tested = [answer.prompt for _, test, _ in value.folds for answer in test.answers]
+    assert sorted(tested) == sorted(answer.prompt for answer in value.answers)
+    assert all(len(train.answers) + len(test.answers) == len(value.answers) for train, test, _ in value.folds)
+
+
+def test_a_linear_model_reads_back_too(fitted, tmp_path: Path) -> None:
+    report = fit_value(fitted[0], PLANTED_PROFILE, tmp_path / "linear", kind="linear")
+    value = load_value(tmp_path / "linear")
+    log = flatten(value.answers)
+    direct = ValueModel("linear", signals=report["signals"])
+    assert direct.names == value.model.names
+    assert np.isfinite(value.model.margins(log, states_of(log, replay(log, Mask(1), Cut("none"), value.profile, PLANTED)))[0]).all()
+
+
+def test_a_log_that_changed_is_refused(fitted, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log", planted_log(0, prompts=4), PLANTED)
+    fit_value(log, PLANTED_PROFILE, tmp_path / "value")
+    manifest = json.loads((log / "manifest.json").read_text())
+    (log / "manifest.json").write_text(json.dumps({**manifest, "failed": ["x"]}))
+    with pytest.raises(FitError, match="has changed since this was fitted"):
+        load_value(tmp_path / "value")
+    (tmp_path / "other").mkdir()
+    other = write_log(tmp_path / "other" / "log", random_log(0, (9, 8)), DRAFTING)
+    log.rename(tmp_path / "old")
+    other.rename(log)
+    with pytest.raises(FitError, match="K = 2, but .* now has K = 3"):
+        load_value(tmp_path / "value")
+    with pytest.raises(FitError, match="not a value folder"):
+        load_value(tmp_path / "nothing")
+
+
+def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log", planted_log(0, prompts=1), PLANTED)
+    with pytest.raises(FitError, match="holds one prompt"):
+        fit_value(log, PLANTED_PROFILE, tmp_path / "value")
+    with pytest.raises(ValueError, match="--model 'forest'"):
+        ValueModel("forest").fit(planted_log(0, prompts=2), PLANTED_PROFILE, PLANTED)
+    manifest = json.loads((log / "manifest.json").read_text())
+    (log / "manifest.json").write_text(json.dumps({**manifest, "signals": ["step"]}))
+    with pytest.raises(LogError, match="other signals"):
+        fit_value(log, PLANTED_PROFILE, tmp_path / "value")

@@ -1,0 +1,223 @@
+"""Compress a value model into a schedule that ships: threshold rules, a small tree, or the best fixed mask.
+
+Students learn the value model's margins on the states that they themselves visit, and are judged by replayed tokens per
+second on prompts that neither they nor their teacher saw (spec section 7).
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treegraft.distill.examples import Examples
+from treegraft.distill.rules import RulesStudent, sentences
+from treegraft.distill.tree import TreeStudent
+from treegraft.runtime.decode import AUTOREGRESSIVE
+from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.latency import LatencyProfile
+from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel, load_artifact
+from treegraft.runtime.size import Cut
+from treegraft.value_system.replay import (
+    NAMES,
+    Positions,
+    Record,
+    best_mask,
+    fixed_point,
+    flatten,
+    interval,
+    replay,
+    speedup_draws,
+)
+from treegraft.value_system.value import States, ValueModel, features, load_value, states_of
+
+KINDS = ("rules", "tree", "auto")
+TURNS = 3  # of fitting a student and following it
+ELSEWHERE = 0.1  # weight of a decision point that the student does not visit; a visit weighs 1
+VECTORS = 64  # test vectors at least
+
+
+def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str, Any]:
+    """Write the artifact and return a report; its "summary" says in words what ships and why.
+
+    kind "rules" or "tree" ships that student. "auto" ships the better of the two, or the best fixed mask where that one
+    does not beat it beyond noise. Raises FitError for a value folder that cannot be used.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"--kind {kind!r}: give one of {', '.join(KINDS)}")
+    value = load_value(value_folder)
+    profile, drafting = value.profile, value.drafting
+    wanted = ("rules", "tree") if kind == "auto" else (kind,)
+    log = flatten(value.answers)
+
+    held_out: dict[str, list[Record]] = {}
+    for train, test, model in value.folds:
+        schedules: dict[str, Schedule] = {
+            "small": Mask(0),
+            "medium": Mask((1 << drafting.depth) - 1),
+            "best mask": Mask(best_mask(train, profile, drafting)),
+            **{name: learn(name, train, model, profile, drafting) for name in wanted},
+        }
+        held_out.setdefault(AUTOREGRESSIVE.name, []).extend(
+            replay(test, Mask(0), Cut("none"), profile, AUTOREGRESSIVE.drafting).records(AUTOREGRESSIVE.name)
+        )
+        for name, schedule in schedules.items():
+            rho, _ = fixed_point(train, schedule, profile, drafting)
+            run = replay(test, schedule, Cut("worth", rho, profile), profile, drafting)
+            held_out.setdefault(name, []).extend(run.records(name))
+
+    judged = {name: gain(held_out[name], held_out["best mask"]) for name in wanted}
+    chosen = max(wanted, key=lambda name: judged[name]["gain"])
+    fallback = best_mask(log, profile, drafting)
+    better = judged[chosen]["interval"][0] > 1
+    ships = chosen if better or kind != "auto" else "best mask"
+    schedule = Mask(fallback) if ships == "best mask" else learn(chosen, log, value.model, profile, drafting)
+    rho, run = fixed_point(log, schedule, profile, drafting)
+
+    baselines = [AUTOREGRESSIVE.name, "small", "medium", "best mask"]
+    expected = {
+        "overall": {name: gain(held_out[ships], held_out[name]) for name in baselines},
+        "by_file": {
+            file: {name: gain(_of(held_out[ships], file), _of(held_out[name], file)) for name in baselines}
+            for file in sorted({record.file for record in held_out[ships]})
+        },
+    }
+    models = {role: model["fingerprint"] for role, model in value.manifest["models"].items()}
+    artifact = Artifact(
+        schedule, drafting.as_dict(), {"kind": "worth", "rho": rho, "profile": asdict(profile)}, fallback, models,
+        expected, vectors(schedule, log, states_of(log, run)),
+    )  # fmt: skip
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    out_path.write_text(artifact.to_json())
+    load_artifact(out_path)
+    report = {
+        "ships": ships,
+        "fallback": fallback,
+        "signals": list(schedule.reads),
+        "over_best_mask": judged,
+        "expected": expected,
+        "rules": list(sentences(schedule)) if isinstance(schedule, Rules) else [],
+    }
+    report["summary"] = _summary(report, schedule, out_path, drafting.depth, better)
+    return report
+
+
+def learn(
+    kind: str, log: Positions, model: ValueModel, profile: LatencyProfile, drafting: Drafting
+) -> Rules | TreeModel:
+    """A student of `model` on a log: fit, follow it, refit on what it visits; the fastest of TURNS in replay."""
+    cut = Cut("worth", model.rho_, profile)
+    names = [*(["step"] if kind == "tree" else []), *(name for name in model.names if name != "step")]
+    student: Rules | TreeModel | None = None
+    visits = [np.full((len(log.position), 1 << step), ELSEWHERE) for step in range(log.depth)]
+    best: tuple[float, Rules | TreeModel] | None = None
+    run = replay(log, model, cut, profile, drafting)
+    for _ in range(TURNS):
+        states = states_of(log, run)
+        margins = model.margins(log, states)
+        values = [features(log, states, step) for step in range(1, log.depth + 1)]
+        follow(student, margins, values, visits, drafting)
+        margin, weight = (np.concatenate([part.ravel() for part in parts]) for parts in (margins, visits))
+        possible = np.isfinite(margin)
+        examples = Examples(np.concatenate(values)[possible], margin[possible], weight[possible], names)
+        student = RulesStudent().fit(examples).rules_ if kind == "rules" else TreeStudent().fit(examples).tree_
+        run = replay(log, student, cut, profile, drafting)
+        if best is None or run.rho > best[0]:
+            best = run.rho, student
+    assert best is not None
+    return best[1]
+
+
+def follow(
+    student: Rules | TreeModel | None,
+    margins: list[np.ndarray],
+    values: list[np.ndarray],
+    visits: list[np.ndarray],
+    drafting: Drafting,
+) -> None:
+    """Count, in `visits`, the decision point of every step that the student (None: its teacher) comes to."""
+    rows = np.arange(len(margins[0]))
+    masks = np.zeros(len(rows), dtype=int)
+    for step, margin in enumerate(margins, start=1):
+        visits[step - 1][rows, masks] += 1
+        if student is None:
+            invoke = margin[rows, masks] > 0
+        else:
+            read = values[step - 1].reshape(*margin.shape, -1)[rows, masks][:, [NAMES.index(n) for n in student.reads]]
+            invoke = np.array([
+                drafting.may_call(mask) and student.decide(step, mask, dict(zip(student.reads, row)))
+                for mask, row in zip(masks.tolist(), read.tolist())
+            ])  # fmt: skip
+        masks |= invoke.astype(int) << (step - 1)
+
+
+def gain(records: list[Record], base: list[Record]) -> dict[str, Any]:
+    """Tokens per second over those of other records of the same answers, with a 95 % interval paired by prompt."""
+    sums = []
+    for part in (records, base):
+        prompts: dict[tuple[str, str], np.ndarray] = {}
+        for r in part:
+            prompts[r.file, r.prompt] = prompts.get((r.file, r.prompt), 0) + np.array([r.tokens, r.ms])
+        sums.append(np.array([prompts[key] for key in sorted(prompts)]).T)
+    (tokens, ms), (base_tokens, base_ms) = sums
+    ratio = float(tokens.sum() / ms.sum() * base_ms.sum() / base_tokens.sum())
+    return {"gain": ratio, "interval": interval(speedup_draws(tokens, ms, base_tokens, base_ms))}
+
+
+def _of(records: list[Record], file: str) -> list[Record]:
+    return [record for record in records if record.file == file]
+
+
+def vectors(schedule: Schedule, log: Positions, states: States) -> list[dict[str, Any]]:
+    """Test vectors from the log: one for each way to decide (leaf, or rules that hold), and more up to VECTORS."""
+    ways: dict[Any, dict[str, Any]] = {}
+    others = []
+    for step in range(1, log.depth + 1):
+        values = features(log, states, step)[:, [NAMES.index(name) for name in schedule.reads]].tolist()
+        for index, row in enumerate(values):
+            mask = index % (1 << (step - 1))
+            signals = dict(zip(schedule.reads, row))
+            vector = {"step": step, "mask": mask, "signals": signals}
+            way = _way(schedule, step, mask, signals)
+            if way in ways:
+                others.append(vector)
+            else:
+                ways[way] = vector
+    picked = np.linspace(0, len(others) - 1, min(len(others), max(0, VECTORS - len(ways)))).astype(int)
+    made = [*ways.values(), *(others[i] for i in picked)]
+    return [{**v, "invoke": bool(schedule.decide(v["step"], v["mask"], v["signals"]))} for v in made]
+
+
+def _way(schedule: Schedule, step: int, mask: int, signals: dict[str, float]) -> Any:
+    """What distinguishes how a decision came about."""
+    if isinstance(schedule, Rules):
+        return step, tuple(rule.step == step and rule.holds(signals) for rule in schedule.rules)
+    if isinstance(schedule, TreeModel):
+        return schedule.margin(signals)
+    return step, mask
+
+
+def _summary(report: dict[str, Any], schedule: Schedule, out_path: Path, depth: int, better: bool) -> str:
+    over = report["expected"]["overall"]
+
+    def words(found: dict[str, Any]) -> str:
+        return f"{found['gain']:.3f} times (95 % interval {found['interval'][0]:.3f} .. {found['interval'][1]:.3f})"
+
+    mask = f"{report['fallback']:#0{depth + 2}b}"
+    lines = []
+    if isinstance(schedule, Mask):
+        tried = "; ".join(f"{name} {words(found)}" for name, found in report["over_best_mask"].items())
+        lines.append(
+            f"{out_path}: the mask {mask}, as no learned schedule beats it beyond noise on held-out prompts: {tried}."
+        )
+    else:
+        size = (
+            f"{sum(len(rule.conditions) for rule in schedule.rules)} conditions" if isinstance(schedule, Rules)
+            else f"a tree of {schedule.feature.count(-1)} leaves"
+        )  # fmt: skip
+        read = ", ".join(schedule.reads) or "nothing"
+        verdict = "" if better else ", which is within noise"
+        lines.append(f"{out_path}: {size}, reading {read}; fallback {mask}.")
+        lines.append(f"Held-out prompts, against the best fixed mask: {words(over['best mask'])}{verdict}.")
+    lines += [f"Against {name}: {words(over[name])}." for name in (AUTOREGRESSIVE.name, "small", "medium")]
+    return "\n".join([*lines, *report["rules"]])

@@ -1,0 +1,527 @@
+"""The value model: what calling the medium drafter is worth at every decision (spec section 6).
+
+Worth is counted in tokens: emitted tokens - rho * time + h(the lag left behind). Both children of every decision are in
+the log, so the model fits their difference, the margin, by backward induction from step K to 1; each step's decisions
+are the model's own. Decisions change rho and the lags, so fitting and replaying take turns.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightgbm
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.model_selection import GroupKFold
+from threadpoolctl import threadpool_limits
+
+from treegraft.data.log import MANIFEST, Answer, LogError, read_log
+from treegraft.runtime.decode import AUTOREGRESSIVE
+from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.latency import LatencyProfile
+from treegraft.runtime.scheduler import Mask
+from treegraft.runtime.signals import LOGGED
+from treegraft.runtime.size import Cut
+from treegraft.value_system.replay import (
+    NAMES,
+    TRAJECTORY,
+    Leaves,
+    Positions,
+    Replay,
+    all_leaves,
+    best_mask,
+    fixed_point,
+    flatten,
+    interval,
+    lag_ms,
+    next_lag,
+    node,
+    oracle,
+    replay,
+    speedup_draws,
+    trajectory,
+)
+
+VERSION = 1
+KINDS = ("lightgbm", "linear")
+TURNS = 3  # of fitting and replaying
+FOLDS = 4
+SIZES = (1, 2, 3, 4, 6, 8, 12)  # numbers of signals that the selection tries, beside all of them
+ROWS = 200_000  # at most this many states are fitted a step
+TREES = {
+    "objective": "regression", "num_leaves": 6, "learning_rate": 0.08, "lambda_l2": 5.0, "feature_fraction": 0.7,
+    "max_bin": 63, "num_threads": 1, "deterministic": True, "force_row_wise": True, "verbosity": -1,
+}  # fmt: skip
+MOST_TREES = 150  # a step
+LEAST = 20  # positions in a leaf
+
+
+@dataclass
+class States:
+    """The trajectory state at every position, also those where the replay started no round.
+
+    At a position inside a round it is the state had that round stopped there. `lag` (R,) in tokens, `values`
+    (R, trajectory signals); `later` is the share of rounds that a call follows in the same answer.
+    """
+
+    lag: np.ndarray
+    values: np.ndarray
+    later: float
+
+
+def states_of(log: Positions, run: Replay) -> States:
+    """The trajectory states that a replay of `log` leads to."""
+    lags = np.zeros(len(log.position), dtype=int)
+    values = np.zeros((len(log.position), len(TRAJECTORY)))
+    followed = []
+    trace = run.trace
+    order = np.argsort(trace["answer"], kind="stable") if trace else np.zeros(0, dtype=int)
+    called = trace["tokens"].any(axis=1)[order] if trace else order
+    columns = [trace[name][order].tolist() for name in ("answer", "position", "lag", "accepted", "q")] if trace else []
+    history: list[int] = []
+    for index, (answer, position, lag, accepted, q) in enumerate(zip(*columns)):
+        if position == 0:
+            history = []
+        row = log.first[answer] + position
+        lags[row], values[row] = lag, trajectory(lag, history)
+        for stopped in range(min(accepted, log.remaining[row] - 1)):
+            inside = int(next_lag(lag, stopped, q, called[index]))
+            lags[row + stopped + 1] = inside
+            values[row + stopped + 1] = trajectory(inside, [*history[-3:], stopped])
+        history = [*history[-3:], accepted]
+    for answer in np.unique(trace["answer"]) if trace else ():
+        calls = called[np.array(columns[0]) == answer]
+        followed += [calls[i + 1 :].any() for i in range(len(calls) - 1)]
+    return States(lags, values, float(np.mean(followed)) if followed else 0.0)
+
+
+def leaf_worth(log: Positions, leaves: Leaves, states: States, rho: float, profile: LatencyProfile) -> np.ndarray:
+    """Worth in tokens of every leaf (R, M); NaN where the log has none."""
+    context, lag = log.context[:, None], states.lag[:, None]
+    ms = leaves.ms + lag_ms(profile, lag, leaves.first, context)
+    left = next_lag(lag, leaves.accepted, log.q, leaves.first > 0)
+    # A later call will pay for the lag that is left, if one comes before the answer ends.
+    ends = log.remaining[:, None] <= leaves.accepted + 1
+    debt = np.where(ends, 0.0, lag_ms(profile, left, 1, context))
+    return np.where(log.possible, leaves.emitted - rho * (ms + states.later * debt), np.nan)
+
+
+def features(log: Positions, states: States, step: int) -> np.ndarray:
+    """All signals (R * 2^(step - 1), len(NAMES)) before a step; row r * 2^(step - 1) + mask."""
+    masks = np.arange(1 << (step - 1))
+    logged = log.signals[:, node(step, masks)]
+    own = np.repeat(states.values[:, None], len(masks), axis=1)
+    called = log.tokens[:, masks, : step - 1].any(axis=2)
+    own[called, TRAJECTORY.index("lag")] = 0.0  # as a live round reads it after its first call
+    return np.concatenate([logged, own], axis=2).reshape(-1, len(NAMES))
+
+
+def uncensored(log: Positions) -> np.ndarray:
+    """Positions (R,) that K accepted tokens and a bonus fit after.
+
+    Near an answer's end a call gains less, which is due to the end (often just the limit on tokens in collection), and
+    no signal may learn to foresee that.
+    """
+    return log.remaining > log.depth
+
+
+def backward(log: Positions, worth: np.ndarray, decide: Callable[[int, np.ndarray], np.ndarray]) -> list[np.ndarray]:
+    """The margins of steps 1..K, each (R, 2^(step - 1)), from leaf worths (R, M); NaN where no call is possible.
+
+    `decide(step, margin)` gives the decisions (bool, as margin) that the value of earlier steps counts on.
+    """
+    margins: list[np.ndarray] = []
+    value = worth
+    for step in range(log.depth, 0, -1):
+        half = 1 << (step - 1)  # masks with bit step - 1 set are those from `half` on
+        skip, invoke = value[:, :half], value[:, half:]
+        margins.insert(0, invoke - skip)
+        value = np.where(decide(step, margins[0]) & ~np.isnan(invoke), invoke, skip)
+    return margins
+
+
+def path(decisions: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The mask (R,) that each position has before steps 1..K + 1, from the decisions (R, 2^(step - 1)) of all nodes."""
+    masks = [np.zeros(len(decisions[0]), dtype=int)]
+    for step, decision in enumerate(decisions, start=1):
+        masks.append(masks[-1] | decision[np.arange(len(decision)), masks[-1]].astype(int) << (step - 1))
+    return masks
+
+
+@dataclass
+class Linear:
+    """Ridge regression, for comparison with the trees."""
+
+    coef: np.ndarray
+    intercept: float
+    spread: np.ndarray  # standard deviation of each signal
+
+    @classmethod
+    def fit(cls, x: np.ndarray, y: np.ndarray) -> "Linear":
+        mean, scale = x.mean(axis=0), x.std(axis=0)
+        scaled = (x - mean) / np.where(scale > 0, scale, 1.0)
+        with threadpool_limits(1):  # the last bits of a sum depend on the number of threads
+            penalty = 0.01 * len(x) * np.eye(x.shape[1])
+            weights = np.linalg.solve(scaled.T @ scaled + penalty, scaled.T @ (y - y.mean()))
+        coef = weights / np.where(scale > 0, scale, 1.0)
+        return cls(coef, float(y.mean() - (coef * mean).sum()), scale)
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        return (x * self.coef).sum(axis=1) + self.intercept
+
+    def to_json(self) -> str:
+        return json.dumps({"coef": self.coef.tolist(), "intercept": self.intercept, "spread": self.spread.tolist()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Linear":
+        data = json.loads(text)
+        return cls(np.array(data["coef"]), data["intercept"], np.array(data["spread"]))
+
+
+class ValueModel(BaseEstimator):
+    """Margins of calling over skipping, in tokens, by step; it is also the policy that calls where they are positive.
+
+    kind "lightgbm" or "linear" (ridge regression, as a check); signals: the names to read (default: all).
+    After `fit`: `models_` by step, `rho_` (tokens per ms), `run_` (its replay on the training answers), `states_`.
+    """
+
+    def __init__(self, kind: str = "lightgbm", seed: int = 0, signals: Sequence[str] | None = None):
+        self.kind = kind
+        self.seed = seed
+        self.signals = signals
+
+    def fit(
+        self,
+        answers: Sequence[Answer] | Positions,
+        profile: LatencyProfile,
+        drafting: Drafting,
+        start: "ValueModel | None" = None,
+    ) -> "ValueModel":
+        """Fit to a log; `start`, a model fitted to the same log, saves all turns but one."""
+        if self.kind not in KINDS:
+            raise ValueError(f"--model {self.kind!r}: give one of {', '.join(KINDS)}")
+        log = flatten(answers)
+        if start is None:
+            turns, (rho, run) = TURNS, fixed_point(log, Mask(best_mask(log, profile, drafting)), profile, drafting)
+        else:
+            turns, rho, run = 1, start.rho_, start.run_
+        for _ in range(turns):
+            self.states_ = states_of(log, run)
+            worth = leaf_worth(log, all_leaves(log, Cut("worth", rho, profile), profile), self.states_, rho, profile)
+            self.models_: dict[int, Any] = {}
+            backward(log, worth, lambda step, margin: self._fit_step(log, step, margin))
+            rho, run = fixed_point(log, self, profile, drafting, rho)
+        self.rho_, self.run_, self.states_ = rho, run, states_of(log, run)
+        return self
+
+    def importance(self) -> dict[str, list[float]]:
+        """Each signal's part in the margins by step: total gain of its splits, or |weight| * spread if linear."""
+        by_step = []
+        for _, model in sorted(self.models_.items()):
+            gain = np.abs(model.coef) * model.spread if isinstance(model, Linear) else model.feature_importance("gain")
+            by_step.append(gain / (gain.sum() or 1.0))
+        return {name: [float(step[i]) for step in by_step] for i, name in enumerate(self.names)}
+
+    def ranking(self) -> list[str]:
+        """Signals by their importance over all steps, greatest first."""
+        total = {name: sum(by_step) for name, by_step in self.importance().items()}
+        return sorted(total, key=lambda name: -total[name])
+
+    @property
+    def names(self) -> list[str]:
+        return list(NAMES if self.signals is None else self.signals)
+
+    def predict(self, step: int, values: np.ndarray) -> np.ndarray:
+        """Margins (n,) before a step, from all signals (n, len(NAMES))."""
+        if step not in self.models_:  # no call was possible there
+            return np.full(len(values), -np.inf)
+        return self.models_[step].predict(values[:, [NAMES.index(name) for name in self.names]])
+
+    def decide_many(self, step: int, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return self.predict(step, values) > 0
+
+    def margins(self, log: Positions, states: States) -> list[np.ndarray]:
+        """The predicted margins of steps 1..K, each (R, 2^(step - 1)); -inf where the log has no call."""
+        made = []
+        for step in range(1, log.depth + 1):
+            half = 1 << (step - 1)
+            predicted = self.predict(step, features(log, states, step)).reshape(-1, half)
+            made.append(np.where(log.possible[:, half : 2 * half], predicted, -np.inf))
+        return made
+
+    def _fit_step(self, log: Positions, step: int, margin: np.ndarray) -> np.ndarray:
+        """Fit one step's model; returns its decisions, shaped as `margin`."""
+        known = ~np.isnan(margin) & uncensored(log)[:, None]
+        rows = np.flatnonzero(known.ravel())
+        if not len(rows):
+            return np.zeros(margin.shape, dtype=bool)
+        if len(rows) > ROWS:
+            rows = np.sort(np.random.default_rng(self.seed).choice(rows, ROWS, replace=False))
+        values = features(log, self.states_, step)
+        x, y = values[rows][:, [NAMES.index(name) for name in self.names]], margin.ravel()[rows]
+        if self.kind == "lightgbm":
+            # The nodes of a position share its luck, so a leaf needs positions, not nodes.
+            least = max(1, min(LEAST, len(margin) // 10)) * margin.shape[1]
+            settings = {**TREES, "min_data_in_leaf": least, "seed": self.seed}
+            data = lightgbm.Dataset(x, y, feature_name=self.names, params={"max_bin": TREES["max_bin"]})
+            # What a log can teach grows with its positions: few trees on a small one, which is mostly noise.
+            self.models_[step] = lightgbm.train(settings, data, min(MOST_TREES, max(10, math.isqrt(len(margin)))))
+        else:
+            self.models_[step] = Linear.fit(x, y)
+        return (self.predict(step, values) > 0).reshape(margin.shape)
+
+    def save(self, folder: Path) -> None:
+        """One file a step: LightGBM's text, or JSON if linear."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for step, model in self.models_.items():
+            (folder / f"step-{step}.txt").write_text(
+                model.to_json() if isinstance(model, Linear) else model.model_to_string()
+            )
+
+    @classmethod
+    def load(cls, folder: Path, kind: str, signals: Sequence[str], rho: float, depth: int) -> "ValueModel":
+        model = cls(kind, signals=signals)
+        model.rho_ = rho
+        model.models_ = {}
+        for step in range(1, depth + 1):
+            path = folder / f"step-{step}.txt"
+            if path.exists():
+                text = path.read_text()
+                model.models_[step] = Linear.from_json(text) if kind == "linear" else lightgbm.Booster(model_str=text)
+        return model
+
+
+class FitError(ValueError):
+    """A value folder or log that cannot serve; the message names it and says what to do."""
+
+
+def fit_value(
+    log_folder: Path, profile: LatencyProfile, out_folder: Path, kind: str = "lightgbm", seed: int = 0
+) -> dict[str, Any]:
+    """Fit, select signals and cross-validate; writes the value folder and returns what its value.json says.
+
+    Raises LogError for a log that cannot be read and FitError for one of a single prompt.
+    """
+    manifest, answers = read_log(log_folder)
+    if manifest["signals"] != LOGGED:
+        raise LogError(f"{log_folder}: was collected with other signals than this treegraft has; collect again")
+    drafting = Drafting(**manifest["drafting"])
+    groups = prompt_groups(answers)
+    if groups.max() < 1:
+        raise FitError(
+            f"{log_folder}: holds one prompt; cross-validation by prompt needs at least two, so collect more"
+        )
+    folds = [
+        _Fold(flatten([answers[i] for i in train]), flatten([answers[i] for i in test]), test)
+        for train, test in GroupKFold(min(FOLDS, int(groups.max()) + 1)).split(groups, groups=groups)
+    ]
+    full = [ValueModel(kind, seed).fit(fold.train, profile, drafting) for fold in folds]
+    sizes = [*(size for size in SIZES if size < len(NAMES)), len(NAMES)]
+    models = {size: [_smaller(model, size, fold.train, profile, drafting) for model, fold in zip(full, folds)]
+              for size in sizes}  # fmt: skip
+    ms = {}
+    for size, own in models.items():
+        ms[size] = np.zeros(len(answers))
+        for fold, model in zip(folds, own):
+            ms[size][fold.index] = _test(fold, model, model.rho_, profile, drafting)
+    size, selection = _select(answers, ms)
+    chosen = models[size]
+
+    everything = flatten(answers)
+    model = _smaller(ValueModel(kind, seed).fit(everything, profile, drafting), size, everything, profile, drafting)
+    report = {
+        "version": VERSION,
+        "kind": kind,
+        "seed": seed,
+        "log": {"folder": str(log_folder.resolve()), "manifest": _hash(log_folder)},
+        "drafting": drafting.as_dict(),
+        "rho": model.rho_,
+        "signals": model.names,
+        "selection": selection,
+        "cross_validated": _baselines(answers, folds, chosen, ms[size], profile, drafting),
+        "calibration": _calibration(folds, chosen, profile, drafting),
+        "importance": model.importance(),
+        "folds": [
+            {"test": fold.index.tolist(), "rho": own.rho_, "signals": own.names} for fold, own in zip(folds, chosen)
+        ],
+    }
+    out_folder.mkdir(parents=True, exist_ok=True)
+    for name, own in (("all", model), *((f"fold-{i}", own) for i, own in enumerate(chosen))):
+        own.save(out_folder / name)
+    profile.save(out_folder / "latency.json")
+    (out_folder / "value.json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+@dataclass
+class _Fold:
+    train: Positions
+    test: Positions
+    index: np.ndarray  # of the test answers among all
+
+
+def prompt_groups(answers: Sequence[Answer]) -> np.ndarray:
+    """The number of each answer's prompt, (answers,): turns of a conversation share it."""
+    known: dict[tuple[str, str], int] = {}
+    return np.array([known.setdefault((answer.file, answer.prompt), len(known)) for answer in answers])
+
+
+def per_prompt(answers: Sequence[Answer], ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and ms summed by prompt."""
+    groups = prompt_groups(answers)
+    return np.bincount(groups, [answer.length for answer in answers]), np.bincount(groups, ms)
+
+
+def _smaller(model: ValueModel, size: int, train: Positions, profile: LatencyProfile, drafting: Drafting) -> ValueModel:
+    """The model refitted to its `size` most important signals; itself if it reads no more."""
+    if size >= len(model.names):
+        return model
+    return ValueModel(model.kind, model.seed, model.ranking()[:size]).fit(train, profile, drafting, model)
+
+
+def _test(fold: _Fold, schedule: Any, rho: float, profile: LatencyProfile, drafting: Drafting) -> np.ndarray:
+    return replay(fold.test, schedule, Cut("worth", rho, profile), profile, drafting).ms
+
+
+def _held_out(folds: list[_Fold], count: int, of_fold: Callable[[int, _Fold], np.ndarray]) -> np.ndarray:
+    """Gather a figure of each fold's test answers, (count,)."""
+    gathered = np.zeros(count)
+    for i, fold in enumerate(folds):
+        gathered[fold.index] = of_fold(i, fold)
+    return gathered
+
+
+def _select(answers: list[Answer], ms: dict[int, np.ndarray]) -> tuple[int, list[dict[str, float]]]:
+    """The smallest number of signals within one standard error of the best, and every number's figures.
+
+    The error is that of the ratio to the best, paired by prompt: prompts differ far more than signal sets do.
+    """
+    sums = {size: per_prompt(answers, times) for size, times in ms.items()}
+    best = min(ms, key=lambda size: ms[size].sum())
+    rows = []
+    for size, (tokens, times) in sums.items():
+        error = float(speedup_draws(tokens, times, *sums[best]).std())
+        ratio = float(sums[best][1].sum() / times.sum())
+        rows.append({"signals": size, "tokens_per_second": float(1e3 * tokens.sum() / times.sum()),
+                     "of_best": ratio, "standard_error": error})  # fmt: skip
+    chosen = min(row["signals"] for row in rows if row["of_best"] >= 1 - row["standard_error"])
+    return int(chosen), rows
+
+
+def _baselines(
+    answers: list[Answer], folds: list[_Fold], models: list[ValueModel], learned: np.ndarray,
+    profile: LatencyProfile, drafting: Drafting,
+) -> dict[str, Any]:  # fmt: skip
+    """Held-out tokens per second of the model and of what it competes with, each at its own training rho."""
+
+    def mask(bits: Callable[[_Fold], int]) -> np.ndarray:
+        def of_fold(_: int, fold: _Fold) -> np.ndarray:
+            schedule = Mask(bits(fold))
+            return _test(fold, schedule, fixed_point(fold.train, schedule, profile, drafting)[0], profile, drafting)
+
+        return _held_out(folds, len(answers), of_fold)
+
+    prompt_ms = profile.target(np.array([answer.prompt_length for answer in answers]), 0)
+    bounds = [oracle(fold.test, Cut("worth", model.rho_, profile), profile) for fold, model in zip(folds, models)]
+    ms = {
+        "autoregressive": replay(answers, Mask(0), Cut("none"), profile, AUTOREGRESSIVE.drafting).ms,
+        "small": mask(lambda _: 0),
+        "medium": mask(lambda _: (1 << drafting.depth) - 1),
+        "best mask": mask(lambda fold: best_mask(fold.train, profile, drafting)),
+        "value model": learned,
+        "oracle over masks": prompt_ms + _held_out(folds, len(answers), lambda i, _: bounds[i].masks_ms),
+        "oracle over masks and cuts": prompt_ms + _held_out(folds, len(answers), lambda i, _: bounds[i].cuts_ms),
+    }
+    tokens = sum(answer.length for answer in answers)
+    figures: dict[str, Any] = {
+        name: {"tokens_per_second": float(1e3 * tokens / times.sum()),
+               "speedup": float(ms["autoregressive"].sum() / times.sum())}
+        for name, times in ms.items()
+    }  # fmt: skip
+    draws = speedup_draws(*per_prompt(answers, learned), *per_prompt(answers, ms["best mask"]))
+    figures["value model over best mask"] = {
+        "gain": float(ms["best mask"].sum() / learned.sum()), "interval": interval(draws)
+    }  # fmt: skip
+    return figures
+
+
+def _calibration(
+    folds: list[_Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
+) -> list[dict[str, float]]:
+    """Predicted against realised held-out margins (tokens) of the decisions on each position's path, by decile."""
+    pairs = []
+    for fold, model in zip(folds, models):
+        log, cut = fold.test, Cut("worth", model.rho_, profile)
+        states = states_of(log, replay(log, model, cut, profile, drafting))
+        predicted = model.margins(log, states)
+        worth = leaf_worth(log, all_leaves(log, cut, profile), states, model.rho_, profile)
+        realised = backward(log, worth, lambda step, _, predicted=predicted: predicted[step - 1] > 0)
+        rows = np.arange(len(log.position))
+        for step, mask in enumerate(path([p > 0 for p in predicted])[:-1]):
+            pairs.append(np.stack([predicted[step][rows, mask], realised[step][rows, mask]]))
+    found = np.concatenate(pairs, axis=1)
+    found = found[:, np.isfinite(found).all(axis=0)]
+    found = found[:, np.argsort(found[0], kind="stable")]
+    return [
+        {"predicted": float(part[0].mean()), "realised": float(part[1].mean()), "decisions": part.shape[1]}
+        for part in np.array_split(found, 10, axis=1)
+        if part.size
+    ]
+
+
+def _hash(log_folder: Path) -> str:
+    return hashlib.sha256((log_folder / MANIFEST).read_bytes()).hexdigest()
+
+
+@dataclass
+class Value:
+    """A value folder, read back with the log it was fitted to; `folds` holds train, test and model of each fold."""
+
+    report: dict[str, Any]
+    model: ValueModel
+    folds: list[tuple[Positions, Positions, ValueModel]]
+    answers: list[Answer]
+    manifest: dict[str, Any]
+    profile: LatencyProfile
+
+    @property
+    def drafting(self) -> Drafting:
+        return Drafting(**self.report["drafting"])
+
+
+def load_value(folder: Path) -> Value:
+    """Read a value folder and its log; raises FitError where the folder is damaged or the log is not as it was."""
+    try:
+        report = json.loads((folder / "value.json").read_text())
+    except (OSError, ValueError) as error:
+        raise FitError(f"{folder}: not a value folder ({error}); `treegraft fit-value` makes one") from error
+    if report.get("version") != VERSION:
+        raise FitError(
+            f"{folder}: version {report.get('version')!r}; this treegraft reads version {VERSION}: fit again"
+        )
+    log_folder = Path(report["log"]["folder"])
+    manifest, answers = read_log(log_folder)
+    for name, letter in (("depth", "K"), ("width", "W"), ("children", "m"), ("budget", "B")):
+        held, wanted = manifest["drafting"][name], report["drafting"][name]
+        if held != wanted:
+            raise FitError(
+                f"{folder}: was fitted to a log with {letter} = {wanted}, but {log_folder} now has {letter} = {held}; "
+                "run `treegraft fit-value` again"
+            )
+    if _hash(log_folder) != report["log"]["manifest"]:
+        raise FitError(
+            f"{folder}: {log_folder} has changed since this was fitted to it; run `treegraft fit-value` again"
+        )
+    kind, depth = report["kind"], report["drafting"]["depth"]
+    folds = []
+    for i, fold in enumerate(report["folds"]):
+        test = set(fold["test"])
+        parts = [[a for j, a in enumerate(answers) if (j in test) == held_out] for held_out in (False, True)]
+        own = ValueModel.load(folder / f"fold-{i}", kind, fold["signals"], fold["rho"], depth)
+        folds.append((flatten(parts[0]), flatten(parts[1]), own))
+    model = ValueModel.load(folder / "all", kind, report["signals"], report["rho"], depth)
+    return Value(report, model, folds, answers, manifest, LatencyProfile.load(folder / "latency.json"))
