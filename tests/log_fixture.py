@@ -117,7 +117,8 @@ def write_log(folder: Path, answers: list[Answer], drafting: Drafting) -> Path:
                 nodes = answer.log_s[t, mask]
                 leaves.append({
                     **here, "prompt_length": answer.prompt_length, "answer_length": answer.length, "mask": mask,
-                    "log_s": nodes[nodes > -np.inf], "accepted": [r for r in answer.ranks[t, mask] if r < drafting.budget],
+                    "log_s": nodes[nodes > -np.inf],
+                    "accepted": [rank for rank in answer.ranks[t, mask] if rank < drafting.budget],
                     "q": answer.q[t, mask], "tokens": answer.tokens[t, mask],
                 })  # fmt: skip
         part = log.write_part(folder, number, decisions, leaves)

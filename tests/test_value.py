@@ -14,6 +14,7 @@ from treegraft.runtime.scheduler import Mask, Rule, Rules
 from treegraft.runtime.size import Cut
 from treegraft.value_system.replay import NAMES, TRAJECTORY, all_leaves, best_mask, fixed_point, flatten, replay
 from treegraft.value_system.value import (
+    CONTEXT,
     FitError,
     ValueModel,
     backward,
@@ -59,6 +60,9 @@ def test_states_inside_a_round_are_those_had_it_stopped_there() -> None:
                 seen[row] = True
             history.append(accepted)
     assert seen.all()
+    starts = np.zeros(len(log.position), bool)
+    starts[log.first[run.trace["answer"]] + run.trace["position"]] = True
+    assert np.array_equal(states.weight, np.where(log.remaining > 3, np.where(starts, 1.0, 0.2), 0.0))
     assert states.later == 1.0  # every round calls, so a call follows every round but an answer's last
 
 
@@ -141,7 +145,7 @@ def test_a_written_log_reads_back(fitted) -> None:
 
 def test_the_smallest_sufficient_set_is_selected(fitted) -> None:
     report = fitted[2]
-    assert report["signals"] == ["root_match"]
+    assert report["signals"] == [*CONTEXT, "root_match"]
     held_out = {name: figure.get("speedup") for name, figure in report["cross_validated"].items()}
     assert held_out["value model"] > 1.1 * held_out["best mask"] > 1.1 * held_out["small"]
     assert held_out["oracle over masks and cuts"] >= held_out["oracle over masks"] >= held_out["value model"]
@@ -177,7 +181,9 @@ def test_a_linear_model_reads_back_too(fitted, tmp_path: Path) -> None:
     log = flatten(value.answers)
     direct = ValueModel("linear", signals=report["signals"])
     assert direct.names == value.model.names
-    assert np.isfinite(value.model.margins(log, states_of(log, replay(log, Mask(1), Cut("none"), value.profile, PLANTED)))[0]).all()
+    assert np.isfinite(
+        value.model.margins(log, states_of(log, replay(log, Mask(1), Cut("none"), value.profile, PLANTED)))[0]
+    ).all()
 
 
 def test_a_log_that_changed_is_refused(fitted, tmp_path: Path) -> None:
@@ -191,7 +197,7 @@ def test_a_log_that_changed_is_refused(fitted, tmp_path: Path) -> None:
     other = write_log(tmp_path / "other" / "log", random_log(0, (9, 8)), DRAFTING)
     log.rename(tmp_path / "old")
     other.rename(log)
-    with pytest.raises(FitError, match="K = 2, but .* now has K = 3"):
+    with pytest.raises(FitError, match=r"K = 2, but .* now has K = 3"):
         load_value(tmp_path / "value")
     with pytest.raises(FitError, match="not a value folder"):
         load_value(tmp_path / "nothing")
@@ -201,6 +207,9 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log", planted_log(0, prompts=1), PLANTED)
     with pytest.raises(FitError, match="holds one prompt"):
         fit_value(log, PLANTED_PROFILE, tmp_path / "value")
+    short = write_log(tmp_path / "short", planted_log(0, prompts=2, length=4), PLANTED)
+    with pytest.raises(FitError, match="no answer is longer than 4 tokens"):
+        fit_value(short, PLANTED_PROFILE, tmp_path / "value")
     with pytest.raises(ValueError, match="--model 'forest'"):
         ValueModel("forest").fit(planted_log(0, prompts=2), PLANTED_PROFILE, PLANTED)
     manifest = json.loads((log / "manifest.json").read_text())

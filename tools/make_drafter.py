@@ -622,6 +622,7 @@ def export(work: Path) -> None:
     tensors["draft_vocabulary"] = checkpoint["vocabulary"].int()
     metadata = {"target": target.fingerprint, "layers": json.dumps(checkpoint["layers"])}
     save_file(tensors, DRAFTER_FILE.with_suffix(".tmp"), metadata)
+    DRAFTER_FILE.with_suffix(".tmp").chmod(0o644)  # save_file leaves it to its owner alone
     DRAFTER_FILE.with_suffix(".tmp").rename(DRAFTER_FILE)
     print(f"{DRAFTER_FILE}: {DRAFTER_FILE.stat().st_size} bytes")
 

@@ -50,14 +50,14 @@ def call_time(model: Model, tokens: int) -> float:
     """Milliseconds of one forward of `tokens` tokens behind CONTEXT cached ones."""
     cache = DynamicCache(config=model.lm.config)
     with torch.inference_mode():
-        model.lm(torch.full((1, CONTEXT), 100, device=model.device), past_key_values=cache)
+        model.lm(torch.full((1, CONTEXT), 100, device=model.device), cache=cache)
         ids = torch.full((1, tokens), 100, device=model.device)
         times = []
         for _ in range(3):
             began = time.perf_counter()
-            model.lm(ids, past_key_values=cache).logits.sum().item()
+            model.lm(ids, cache=cache).logits.sum().item()
             times.append(1000 * (time.perf_counter() - began))
-            cache.crop(CONTEXT)
+            cache.crop(-tokens)
     return min(times)
 
 

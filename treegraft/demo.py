@@ -23,8 +23,8 @@ from treegraft.runtime.tree import DraftTree
 from treegraft.value_system.replay import best_mask, named_plan
 from treegraft.value_system.value import fit_value
 
-COLLECT = {"limit": 5, "max_new_tokens": 64}
-BENCH = {"limit": 2, "max_new_tokens": 64}
+COLLECT = {"limit": 5, "max_new_tokens": 56}
+BENCH = {"limit": 2, "max_new_tokens": 48}
 
 
 def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dict[str, Any]:

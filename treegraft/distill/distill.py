@@ -33,7 +33,7 @@ from treegraft.value_system.value import States, ValueModel, features, load_valu
 
 KINDS = ("rules", "tree", "auto")
 TURNS = 3  # of fitting a student and following it
-ELSEWHERE = 0.1  # weight of a decision point that the student does not visit; a visit weighs 1
+ELSEWHERE = 0.1  # weight of a decision point that the student does not visit; a visit adds its position's weight
 VECTORS = 64  # test vectors at least
 
 
@@ -107,7 +107,7 @@ def learn(
 ) -> Rules | TreeModel:
     """A student of `model` on a log: fit, follow it, refit on what it visits; the fastest of TURNS in replay."""
     cut = Cut("worth", model.rho_, profile)
-    names = [*(["step"] if kind == "tree" else []), *(name for name in model.names if name != "step")]
+    names = [name for name in model.names if kind == "tree" or name != "step"]  # rules have a step each
     student: Rules | TreeModel | None = None
     visits = [np.full((len(log.position), 1 << step), ELSEWHERE) for step in range(log.depth)]
     best: tuple[float, Rules | TreeModel] | None = None
@@ -116,10 +116,11 @@ def learn(
         states = states_of(log, run)
         margins = model.margins(log, states)
         values = [features(log, states, step) for step in range(1, log.depth + 1)]
-        follow(student, margins, values, visits, drafting)
-        margin, weight = (np.concatenate([part.ravel() for part in parts]) for parts in (margins, visits))
-        possible = np.isfinite(margin)
-        examples = Examples(np.concatenate(values)[possible], margin[possible], weight[possible], names)
+        follow(student, margins, values, visits, states.weight, drafting)
+        margin = np.concatenate([part.ravel() for part in margins])
+        weight = np.concatenate([(part * (states.weight > 0)[:, None]).ravel() for part in visits])
+        used = np.isfinite(margin) & (weight > 0)
+        examples = Examples(np.concatenate(values)[used], margin[used], weight[used], names)
         student = RulesStudent().fit(examples).rules_ if kind == "rules" else TreeStudent().fit(examples).tree_
         run = replay(log, student, cut, profile, drafting)
         if best is None or run.rho > best[0]:
@@ -133,13 +134,14 @@ def follow(
     margins: list[np.ndarray],
     values: list[np.ndarray],
     visits: list[np.ndarray],
+    weight: np.ndarray,
     drafting: Drafting,
 ) -> None:
-    """Count, in `visits`, the decision point of every step that the student (None: its teacher) comes to."""
+    """Add each position's `weight` to `visits` where the student (None: its teacher) comes to decide."""
     rows = np.arange(len(margins[0]))
     masks = np.zeros(len(rows), dtype=int)
     for step, margin in enumerate(margins, start=1):
-        visits[step - 1][rows, masks] += 1
+        visits[step - 1][rows, masks] += weight
         if student is None:
             invoke = margin[rows, masks] > 0
         else:

@@ -58,7 +58,7 @@ def _options(examples: Examples, step: int) -> list[tuple[int, float, list[Condi
         inner = DecisionTreeClassifier(max_leaf_nodes=leaves, min_weight_fraction_leaf=SHARE, random_state=0)
         inner.fit(x, gain > 0, sample_weight=np.abs(gain) + 1e-12)
         total = np.bincount(inner.apply(x), gain, minlength=inner.tree_.node_count)
-        found = [_conditions(inner.tree_, leaf, names, x) for leaf in np.flatnonzero(total > 0)]
+        found = [_conditions(inner.tree_, int(leaf), names, x) for leaf in np.flatnonzero(total > 0)]
         options.append((sum(map(len, found)), float(total[total > 0].sum()), found))
     return options
 
@@ -66,7 +66,7 @@ def _options(examples: Examples, step: int) -> list[tuple[int, float, list[Condi
 def _conditions(tree, leaf: int, names: list[str], x: np.ndarray) -> Conditions:  # type: ignore[no-untyped-def]
     """The path to a leaf as conditions, one a signal and direction."""
     bounds: dict[tuple[str, str], float] = {}
-    node = int(leaf)
+    node = leaf
     while node:
         parent = int(np.flatnonzero((tree.children_left == node) | (tree.children_right == node))[0])
         name, low = names[tree.feature[parent]], tree.children_left[parent] == node

@@ -290,7 +290,8 @@ def _run(
         row[active] += leaves.accepted + 1
         active = active[log.remaining[rows] > leaves.accepted + 1]
     names = ("answer", "position", "lag", "mask", "tokens", "kept", "accepted", "q")
-    joined = {name: np.concatenate([part[name] for part in trace]) for name in names} if trace else {}
+    none = {name: np.zeros((0, log.depth) if name == "tokens" else 0, dtype=int) for name in names}
+    joined = {name: np.concatenate([none[name], *(part[name] for part in trace)]) for name in names}
     ms = profile.target(prompt, 0) + decode_ms
     return Replay(answers, tokens, ms, decode_ms, rounds, calls, total, joined)
 

@@ -50,7 +50,9 @@ VERSION = 1
 KINDS = ("lightgbm", "linear")
 TURNS = 3  # of fitting and replaying
 FOLDS = 4
-SIZES = (1, 2, 3, 4, 6, 8, 12)  # numbers of signals that the selection tries, beside all of them
+SIZES = (1, 2, 3, 4, 6, 8, 12)  # numbers of signals that the selection tries besides all, CONTEXT aside
+CONTEXT = ("step", "medium_calls", "mask")  # read by every model: they are free, and need not be selected
+INSIDE = 0.2  # weight of a position where the replay started no round; where it did, 1
 ROWS = 200_000  # at most this many states are fitted a step
 TREES = {
     "objective": "regression", "num_leaves": 6, "learning_rate": 0.08, "lambda_l2": 5.0, "feature_fraction": 0.7,
@@ -65,38 +67,43 @@ class States:
     """The trajectory state at every position, also those where the replay started no round.
 
     At a position inside a round it is the state had that round stopped there. `lag` (R,) in tokens, `values`
-    (R, trajectory signals); `later` is the share of rounds that a call follows in the same answer.
+    (R, trajectory signals), `weight` (R,) of the position in a fit; `later` is the share of rounds that a call follows
+    in the same answer.
     """
 
     lag: np.ndarray
     values: np.ndarray
+    weight: np.ndarray
     later: float
 
 
 def states_of(log: Positions, run: Replay) -> States:
-    """The trajectory states that a replay of `log` leads to."""
+    """The trajectory states that a replay of `log` leads to.
+
+    Rounds start less often where text is easy, so positions where one started weigh more in a fit. Those with less
+    than K + 1 tokens to come weigh nothing: what a call gains there is cut off by the end of the answer, often just the
+    limit on tokens in collection, and no signal may learn to foresee that.
+    """
+    weight = np.full(len(log.position), INSIDE)
     lags = np.zeros(len(log.position), dtype=int)
     values = np.zeros((len(log.position), len(TRAJECTORY)))
-    followed = []
-    trace = run.trace
-    order = np.argsort(trace["answer"], kind="stable") if trace else np.zeros(0, dtype=int)
-    called = trace["tokens"].any(axis=1)[order] if trace else order
-    columns = [trace[name][order].tolist() for name in ("answer", "position", "lag", "accepted", "q")] if trace else []
-    history: list[int] = []
-    for index, (answer, position, lag, accepted, q) in enumerate(zip(*columns)):
-        if position == 0:
-            history = []
-        row = log.first[answer] + position
-        lags[row], values[row] = lag, trajectory(lag, history)
-        for stopped in range(min(accepted, log.remaining[row] - 1)):
-            inside = int(next_lag(lag, stopped, q, called[index]))
-            lags[row + stopped + 1] = inside
-            values[row + stopped + 1] = trajectory(inside, [*history[-3:], stopped])
-        history = [*history[-3:], accepted]
-    for answer in np.unique(trace["answer"]) if trace else ():
-        calls = called[np.array(columns[0]) == answer]
-        followed += [calls[i + 1 :].any() for i in range(len(calls) - 1)]
-    return States(lags, values, float(np.mean(followed)) if followed else 0.0)
+    followed: list[bool] = []
+    called = np.asarray(run.trace["tokens"].any(axis=1))
+    for index, first in enumerate(log.first):
+        mine = np.flatnonzero(run.trace["answer"] == index)
+        calls = called[mine].tolist()
+        followed += [any(calls[i + 1 :]) for i in range(len(calls) - 1)]
+        history: list[int] = []
+        rounds = zip(*(run.trace[name][mine].tolist() for name in ("position", "lag", "accepted", "q")), calls)
+        for position, lag, accepted, q, call in rounds:
+            row = first + position
+            lags[row], values[row], weight[row] = lag, trajectory(lag, history), 1.0
+            for stopped in range(min(accepted, log.remaining[row] - 1)):
+                inside = int(next_lag(lag, stopped, q, call))
+                lags[row + stopped + 1] = inside
+                values[row + stopped + 1] = trajectory(inside, [*history[-3:], stopped])
+            history = [*history[-3:], accepted]
+    return States(lags, values, weight * (log.remaining > log.depth), float(np.mean(followed)) if followed else 0.0)
 
 
 def leaf_worth(log: Positions, leaves: Leaves, states: States, rho: float, profile: LatencyProfile) -> np.ndarray:
@@ -118,15 +125,6 @@ def features(log: Positions, states: States, step: int) -> np.ndarray:
     called = log.tokens[:, masks, : step - 1].any(axis=2)
     own[called, TRAJECTORY.index("lag")] = 0.0  # as a live round reads it after its first call
     return np.concatenate([logged, own], axis=2).reshape(-1, len(NAMES))
-
-
-def uncensored(log: Positions) -> np.ndarray:
-    """Positions (R,) that K accepted tokens and a bonus fit after.
-
-    Near an answer's end a call gains less, which is due to the end (often just the limit on tokens in collection), and
-    no signal may learn to foresee that.
-    """
-    return log.remaining > log.depth
 
 
 def backward(log: Positions, worth: np.ndarray, decide: Callable[[int, np.ndarray], np.ndarray]) -> list[np.ndarray]:
@@ -161,14 +159,16 @@ class Linear:
     spread: np.ndarray  # standard deviation of each signal
 
     @classmethod
-    def fit(cls, x: np.ndarray, y: np.ndarray) -> "Linear":
-        mean, scale = x.mean(axis=0), x.std(axis=0)
-        scaled = (x - mean) / np.where(scale > 0, scale, 1.0)
+    def fit(cls, x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> "Linear":
+        """Weights are of mean 1."""
+        mean, target = np.average(x, axis=0, weights=weight), np.average(y, weights=weight)
+        spread = np.sqrt(np.average((x - mean) ** 2, axis=0, weights=weight))
+        safe = np.where(spread > 0, spread, 1.0)
+        scaled = (x - mean) / safe
         with threadpool_limits(1):  # the last bits of a sum depend on the number of threads
-            penalty = 0.01 * len(x) * np.eye(x.shape[1])
-            weights = np.linalg.solve(scaled.T @ scaled + penalty, scaled.T @ (y - y.mean()))
-        coef = weights / np.where(scale > 0, scale, 1.0)
-        return cls(coef, float(y.mean() - (coef * mean).sum()), scale)
+            gram = (scaled * weight[:, None]).T @ scaled + 0.01 * len(x) * np.eye(x.shape[1])
+            coef = np.linalg.solve(gram, (scaled * weight[:, None]).T @ (y - target)) / safe
+        return cls(coef, float(target - (coef * mean).sum()), spread)
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         return (x * self.coef).sum(axis=1) + self.intercept
@@ -188,6 +188,11 @@ class ValueModel(BaseEstimator):
     kind "lightgbm" or "linear" (ridge regression, as a check); signals: the names to read (default: all).
     After `fit`: `models_` by step, `rho_` (tokens per ms), `run_` (its replay on the training answers), `states_`.
     """
+
+    models_: dict[int, Any]
+    rho_: float
+    run_: Replay
+    states_: States
 
     def __init__(self, kind: str = "lightgbm", seed: int = 0, signals: Sequence[str] | None = None):
         self.kind = kind
@@ -212,7 +217,7 @@ class ValueModel(BaseEstimator):
         for _ in range(turns):
             self.states_ = states_of(log, run)
             worth = leaf_worth(log, all_leaves(log, Cut("worth", rho, profile), profile), self.states_, rho, profile)
-            self.models_: dict[int, Any] = {}
+            self.models_ = {}
             backward(log, worth, lambda step, margin: self._fit_step(log, step, margin))
             rho, run = fixed_point(log, self, profile, drafting, rho)
         self.rho_, self.run_, self.states_ = rho, run, states_of(log, run)
@@ -227,19 +232,23 @@ class ValueModel(BaseEstimator):
         return {name: [float(step[i]) for step in by_step] for i, name in enumerate(self.names)}
 
     def ranking(self) -> list[str]:
-        """Signals by their importance over all steps, greatest first."""
-        total = {name: sum(by_step) for name, by_step in self.importance().items()}
+        """Signals by their importance over all steps, greatest first, CONTEXT left out."""
+        total = {name: sum(by_step) for name, by_step in self.importance().items() if name not in CONTEXT}
         return sorted(total, key=lambda name: -total[name])
 
     @property
     def names(self) -> list[str]:
         return list(NAMES if self.signals is None else self.signals)
 
+    @property
+    def _columns(self) -> list[int]:
+        return [NAMES.index(name) for name in self.names]
+
     def predict(self, step: int, values: np.ndarray) -> np.ndarray:
         """Margins (n,) before a step, from all signals (n, len(NAMES))."""
         if step not in self.models_:  # no call was possible there
             return np.full(len(values), -np.inf)
-        return self.models_[step].predict(values[:, [NAMES.index(name) for name in self.names]])
+        return self.models_[step].predict(values[:, self._columns])
 
     def decide_many(self, step: int, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
         return self.predict(step, values) > 0
@@ -255,23 +264,23 @@ class ValueModel(BaseEstimator):
 
     def _fit_step(self, log: Positions, step: int, margin: np.ndarray) -> np.ndarray:
         """Fit one step's model; returns its decisions, shaped as `margin`."""
-        known = ~np.isnan(margin) & uncensored(log)[:, None]
-        rows = np.flatnonzero(known.ravel())
+        weight = np.where(np.isnan(margin), 0.0, self.states_.weight[:, None]).ravel()
+        rows = np.flatnonzero(weight)
         if not len(rows):
             return np.zeros(margin.shape, dtype=bool)
         if len(rows) > ROWS:
             rows = np.sort(np.random.default_rng(self.seed).choice(rows, ROWS, replace=False))
         values = features(log, self.states_, step)
-        x, y = values[rows][:, [NAMES.index(name) for name in self.names]], margin.ravel()[rows]
+        x, y, weight = values[rows][:, self._columns], margin.ravel()[rows], weight[rows] / weight[rows].mean()
         if self.kind == "lightgbm":
             # The nodes of a position share its luck, so a leaf needs positions, not nodes.
             least = max(1, min(LEAST, len(margin) // 10)) * margin.shape[1]
             settings = {**TREES, "min_data_in_leaf": least, "seed": self.seed}
-            data = lightgbm.Dataset(x, y, feature_name=self.names, params={"max_bin": TREES["max_bin"]})
+            data = lightgbm.Dataset(x, y, weight=weight, feature_name=self.names, params={"max_bin": TREES["max_bin"]})
             # What a log can teach grows with its positions: few trees on a small one, which is mostly noise.
             self.models_[step] = lightgbm.train(settings, data, min(MOST_TREES, max(10, math.isqrt(len(margin)))))
         else:
-            self.models_[step] = Linear.fit(x, y)
+            self.models_[step] = Linear.fit(x, y, weight)
         return (self.predict(step, values) > 0).reshape(margin.shape)
 
     def save(self, folder: Path) -> None:
@@ -315,12 +324,17 @@ def fit_value(
         raise FitError(
             f"{log_folder}: holds one prompt; cross-validation by prompt needs at least two, so collect more"
         )
+    if all(answer.length <= drafting.depth + 2 for answer in answers):
+        raise FitError(
+            f"{log_folder}: no answer is longer than {drafting.depth + 2} tokens, so none shows what {drafting.depth} "
+            "steps of drafting gain; collect with a greater --max-new-tokens"
+        )
     folds = [
         _Fold(flatten([answers[i] for i in train]), flatten([answers[i] for i in test]), test)
         for train, test in GroupKFold(min(FOLDS, int(groups.max()) + 1)).split(groups, groups=groups)
     ]
     full = [ValueModel(kind, seed).fit(fold.train, profile, drafting) for fold in folds]
-    sizes = [*(size for size in SIZES if size < len(NAMES)), len(NAMES)]
+    sizes = [*SIZES, len(NAMES) - len(CONTEXT)]
     models = {size: [_smaller(model, size, fold.train, profile, drafting) for model, fold in zip(full, folds)]
               for size in sizes}  # fmt: skip
     ms = {}
@@ -377,10 +391,11 @@ def per_prompt(answers: Sequence[Answer], ms: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _smaller(model: ValueModel, size: int, train: Positions, profile: LatencyProfile, drafting: Drafting) -> ValueModel:
-    """The model refitted to its `size` most important signals; itself if it reads no more."""
-    if size >= len(model.names):
+    """The model refitted to CONTEXT and its `size` most important signals; itself if it reads no more."""
+    if size >= len(model.ranking()):
         return model
-    return ValueModel(model.kind, model.seed, model.ranking()[:size]).fit(train, profile, drafting, model)
+    signals = [*CONTEXT, *model.ranking()[:size]]
+    return ValueModel(model.kind, model.seed, signals).fit(train, profile, drafting, model)
 
 
 def _test(fold: _Fold, schedule: Any, rho: float, profile: LatencyProfile, drafting: Drafting) -> np.ndarray:
@@ -459,9 +474,10 @@ def _calibration(
         states = states_of(log, replay(log, model, cut, profile, drafting))
         predicted = model.margins(log, states)
         worth = leaf_worth(log, all_leaves(log, cut, profile), states, model.rho_, profile)
-        realised = backward(log, worth, lambda step, _, predicted=predicted: predicted[step - 1] > 0)
+        decisions = [margin > 0 for margin in predicted]
+        realised = backward(log, worth, lambda step, _, own=decisions: own[step - 1])  # type: ignore[misc]
         rows = np.arange(len(log.position))
-        for step, mask in enumerate(path([p > 0 for p in predicted])[:-1]):
+        for step, mask in enumerate(path(decisions)[:-1]):
             pairs.append(np.stack([predicted[step][rows, mask], realised[step][rows, mask]]))
     found = np.concatenate(pairs, axis=1)
     found = found[:, np.isfinite(found).all(axis=0)]
