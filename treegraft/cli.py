@@ -25,6 +25,7 @@ Target = Annotated[str, typer.Option(help="Hugging Face id, folder, .gguf file, 
 Medium = Annotated[str, typer.Option(help="The medium drafter, named likewise, or 'default-medium'.")]
 Device = Annotated[str, typer.Option(help="Where models run, e.g. cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+MediumDtype = Annotated[str | None, typer.Option(help="The medium drafter's; by default as --dtype. Any is lossless.")]
 Prompts = Annotated[list[Path], typer.Argument(help="Prompt files (JSON Lines with turns, messages or prompt).")]
 MaxNewTokens = Annotated[int, typer.Option(help="Answer tokens at most.", min=1)]
 Limit = Annotated[int | None, typer.Option(help="The first N prompts of each file.", min=1)]
@@ -36,7 +37,10 @@ Budget = Annotated[int, typer.Option(help="Verification nodes beside the root (B
 Pool = Annotated[int | None, typer.Option(help="Tree nodes a medium call may process (C); no limit if absent.")]
 MediumCalls = Annotated[int | None, typer.Option(help="Medium steps a round; no limit if absent.")]
 CutOption = Annotated[
-    str, typer.Option("--cut", help="Verification size: worth, none, or a limit on log s such as -2.5.")
+    str | None,
+    typer.Option(
+        "--cut", help="Verification size: worth (the default with --latency), none, or a limit on log s (-2.5)."
+    ),
 ]
 Latency = Annotated[Path | None, typer.Option(help="Latency profile, from `treegraft profile`.")]
 Rho = Annotated[float | None, typer.Option(help="Tokens per ms for `worth`; by default 1 / T_tgt(1).")]
@@ -51,6 +55,7 @@ Penalty = Annotated[float, typer.Option("--repetition-penalty", help="1: off.", 
 Seed = Annotated[int, typer.Option(help="Of the sampling noise.", min=0)]
 
 DEFAULTS = Drafting()
+DEFAULT_CUT = "-2.5"  # where no latency profile says what a node costs
 
 
 def main() -> None:
@@ -75,6 +80,7 @@ def profile(
     medium: Medium = "default-medium",
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    medium_dtype: MediumDtype = None,
     depth: Depth = DEFAULTS.depth,
     width: Width = DEFAULTS.width,
     children: Children = DEFAULTS.children,
@@ -84,7 +90,7 @@ def profile(
     from treegraft.data.prompts import Conversation, read_prompts, shipped
     from treegraft.runtime.measure import measure_profile
 
-    models = _load_pair(target, medium, device, dtype)
+    models = _load_pair(target, medium, device, dtype, medium_dtype)
     if models[0].tokenizer.chat_template:
         prompt = Conversation(read_prompts(shipped("train"), 1)[0], models[0].tokenizer).ids(0)
     else:
@@ -108,6 +114,7 @@ def collect(
     medium: Medium = "default-medium",
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    medium_dtype: MediumDtype = None,
     max_new_tokens: MaxNewTokens = 128,
     limit: Limit = None,
     depth: Depth = DEFAULTS.depth,
@@ -129,7 +136,7 @@ def collect(
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     wanted = read_prompts(prompts, limit)
-    models = _load_pair(target, medium, device, dtype)
+    models = _load_pair(target, medium, device, dtype, medium_dtype)
     with _progress("collecting") as update:
         manifest = collect(*models, wanted, out, drafting, sampling, max_new_tokens, lambda d, t, _: update(d, t))
     for failure in manifest["failed"]:
@@ -172,7 +179,7 @@ def evaluate(
     log: Annotated[Path, typer.Option(help="Log folder.")],
     latency: Annotated[Path, typer.Option(help="Latency profile.")],
     schedule: Schedules = ["small", "medium"],  # noqa: B006
-    cut: CutOption = "worth",
+    cut: CutOption = None,
     rho: Rho = None,
     json_out: Json = False,
 ) -> None:
@@ -196,6 +203,7 @@ def bench(
     medium: Medium = "default-medium",
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    medium_dtype: MediumDtype = None,
     schedule: Schedules = ["small", "medium"],  # noqa: B006
     max_new_tokens: MaxNewTokens = 128,
     limit: Limit = None,
@@ -205,7 +213,7 @@ def bench(
     budget: Budget = DEFAULTS.budget,
     pool: Pool = None,
     medium_calls: MediumCalls = None,
-    cut: CutOption = "worth",
+    cut: CutOption = None,
     latency: Latency = None,
     rho: Rho = None,
     json_out: Json = False,
@@ -216,8 +224,8 @@ def bench(
 
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
     wanted = read_prompts(prompts, limit)
-    plans = _plans(schedule, drafting, cut, _profile(latency, cut), rho)
-    models = _load_pair(target, medium, device, dtype)
+    plans = _plans(schedule, drafting, cut, _profile(latency), rho)
+    models = _load_pair(target, medium, device, dtype, medium_dtype)
     _check_models(plans, models)
     with _progress("benching") as update:
         records = live.run(*models, wanted, plans, max_new_tokens, update)
@@ -231,6 +239,7 @@ def generate(
     medium: Medium = "default-medium",
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    medium_dtype: MediumDtype = None,
     schedule: Annotated[
         str, typer.Option(help="small, medium, a mask, autoregressive, or a scheduler.json.")
     ] = "small",
@@ -242,7 +251,7 @@ def generate(
     budget: Budget = DEFAULTS.budget,
     pool: Pool = None,
     medium_calls: MediumCalls = None,
-    cut: CutOption = "-2.5",
+    cut: CutOption = None,
     latency: Latency = None,
     rho: Rho = None,
     temperature: Temperature = 0.0,
@@ -261,8 +270,8 @@ def generate(
     if not text:
         raise ValueError("--prompt is empty; give some text")
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
-    plan = _plans([schedule], drafting, cut, _profile(latency, cut), rho)[0]
-    models = _load_pair(target, medium, device, dtype)
+    plan = _plans([schedule], drafting, cut, _profile(latency), rho)[0]
+    models = _load_pair(target, medium, device, dtype, medium_dtype)
     _check_models([plan], models)
     asked = Prompt("prompt", "0", text=text) if raw else Prompt("prompt", "0", turns=(text,))
     tokenizer = models[0].tokenizer
@@ -311,16 +320,16 @@ def demo(out: Annotated[Path, typer.Option(help="Where everything goes.")] = Pat
     run_demo(out, console, _progress)
 
 
-def _load_pair(target: str, medium: str, device: str, dtype: str) -> tuple[Any, Any]:
+def _load_pair(target: str, medium: str, device: str, dtype: str, medium_dtype: str | None) -> tuple[Any, Any]:
     from treegraft.runtime.models import check_pair, load_model
 
     with console.status(f"loading {target} and {medium}"):
-        models = load_model(target, device, dtype), load_model(medium, device, dtype)
+        models = load_model(target, device, dtype), load_model(medium, device, medium_dtype or dtype)
     check_pair(*models)
     return models
 
 
-def _profile(latency: Path | None, cut: str) -> Any:
+def _profile(latency: Path | None) -> Any:
     from treegraft.runtime.latency import LatencyProfile
 
     if latency is None:
@@ -329,7 +338,12 @@ def _profile(latency: Path | None, cut: str) -> Any:
 
 
 def _plans(
-    schedules: list[str], drafting: Drafting, cut: str, latency: Any, rho: float | None, same_trees: str | None = None
+    schedules: list[str],
+    drafting: Drafting,
+    cut: str | None,
+    latency: Any,
+    rho: float | None,
+    same_trees: str | None = None,
 ) -> list[Any]:
     """Schedules by name, mask or artifact file; an artifact brings its own drafting and cut."""
     from treegraft.runtime.plan import make_cut, make_plan
@@ -338,7 +352,7 @@ def _plans(
     plans = []
     for name in schedules:
         if chosen is None and not name.endswith(".json"):
-            chosen = make_cut(cut, latency, rho)
+            chosen = make_cut(cut or ("worth" if latency else DEFAULT_CUT), latency, rho)
         plan = make_plan(name, drafting, chosen)
         if same_trees and plan.drafting != drafting and plan.drafting.depth:
             different = [k for k, v in drafting.as_dict().items() if plan.drafting.as_dict()[k] != v]

@@ -79,9 +79,10 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
     if dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     try:
-        lm, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True
         )
+        lm, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(folder)
         lm.to(device).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -100,7 +101,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
 def check_pair(target: Model, drafter: Model) -> None:
     """Raise ModelError unless both map the same tokens to the same ids; the first differences are named."""
     if target.draft_vocabulary is not None:
-        raise ModelError(f"target {target.name!r} has a reduced draft vocabulary: it is a drafter and cannot be a target")
+        raise ModelError(f"target {target.name!r} has a reduced draft vocabulary: a drafter cannot be a target")
     ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
     if ours == theirs:
         _fit_head(target, drafter)
@@ -115,8 +116,9 @@ def check_pair(target: Model, drafter: Model) -> None:
 
 def _fit_head(target: Model, drafter: Model) -> None:
     """Cut a drafter's head that is padded beyond the target's embeddings: it must not propose what is no token."""
-    rows = target.lm.get_input_embeddings().weight.shape[0]
-    head = drafter.lm.get_output_embeddings()
+    embeddings: Any = target.lm.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
+    head: Any = drafter.lm.get_output_embeddings()
     if drafter.draft_vocabulary is None and head.weight.shape[0] > rows:
         drafter.draft_vocabulary = torch.arange(rows, device=drafter.device)
         drafter.lm.set_output_embeddings(_slice_head(head, drafter.draft_vocabulary))
@@ -205,13 +207,14 @@ def _make_default_medium(folder: Path) -> None:
     config = copy.deepcopy(target.lm.config)
     config.num_hidden_layers, config.tie_word_embeddings = len(json.loads(metadata["layers"])), False
     vocabulary = tensors.pop("draft_vocabulary").tolist()
-    state = {name: weight.float() for name, weight in tensors.items() if not name.endswith(".scale")}
+    state: dict[str, Any] = {name: weight.float() for name, weight in tensors.items() if not name.endswith(".scale")}
     for name in state.keys() & {name.removesuffix(".scale") for name in tensors if name.endswith(".scale")}:
         state[name] *= tensors[f"{name}.scale"][:, None]
-    learned, embedding = state["lm_head.weight"], target.lm.get_input_embeddings().weight
+    embeddings: Any = target.lm.get_input_embeddings()
+    learned, embedding = state["lm_head.weight"], embeddings.weight
     state["model.embed_tokens.weight"], state["lm_head.weight"] = embedding, embedding.clone()
     state["lm_head.weight"][vocabulary[: len(learned)]] = learned
-    lm = type(target.lm)(config)
+    lm: Any = type(target.lm)(config)
     lm.load_state_dict(state)
     _save_plain(lm, target.tokenizer, folder)
     (folder / DRAFT_VOCABULARY).write_text(json.dumps(vocabulary))
