@@ -227,7 +227,8 @@ def test_figures_of_evaluate_by_hand() -> None:
     assert figures["medium_calls_per_round"] == pytest.approx(run.medium_calls.sum() / run.rounds.sum())
     low, high = figures["speedup_interval"]
     assert low <= figures["speedup"] <= high
-    assert result["rho"]["five"] == pytest.approx(run.rho)
+    assert result["rho"]["five"] == pytest.approx(fixed_point(answers, Mask(5), COSTLY, DRAFTING)[0])
+    assert figures["over"][AUTOREGRESSIVE.name]["gain"] == pytest.approx(figures["speedup"])
     assert result["overall"][AUTOREGRESSIVE.name]["speedup_interval"] == [1.0, 1.0]
 
 

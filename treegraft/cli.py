@@ -194,6 +194,8 @@ def evaluate(
     plans = _plans(schedule, drafting, cut, measured, rho, same_trees=str(log))
     result = evaluate(answers, plans, measured)
     _report(result, json_out)
+    for name, best in result["rho"].items():
+        console.print(f"{name}: --rho {best:.6g} (tokens per ms) suits it here", markup=False)
 
 
 @app.command()

@@ -451,13 +451,16 @@ def _shortest(log: Positions, index: int, edges: _Edges, profile: LatencyProfile
 
 
 def evaluate(answers: Sequence[Answer] | Positions, plans: Sequence[Plan], profile: LatencyProfile) -> dict[str, Any]:
-    """Replay plans, with autoregressive decoding: `summarise`'s figures, and each plan's tokens per ms under "rho"."""
+    """Replay plans, with autoregressive decoding: `summarise`'s figures, and under "rho" the rho to use.
+
+    That is each schedule's fixed point, in tokens per ms: what its "worth" cut should weigh time by.
+    """
     log = flatten(answers)
     records, rho = [], {}
     for plan in (AUTOREGRESSIVE, *(p for p in plans if p.name != AUTOREGRESSIVE.name)):
         run = replay(log, plan.schedule, plan.cut, profile, plan.drafting)
         records += run.records(plan.name)
-        rho[plan.name] = run.rho
+        rho[plan.name] = fixed_point(log, plan.schedule, profile, plan.drafting)[0] if plan.drafting.depth else run.rho
     return {**summarise(records), "rho": rho}
 
 
@@ -466,7 +469,7 @@ def summarise(records: Sequence[Any]) -> dict[str, Any]:
 
     Records have the fields of Record; some have the schedule `autoregressive`. speedup is total tokens over total time
     against it, with a 95 % interval by a bootstrap over prompts, the same draws for both. Raises ValueError where a
-    schedule misses some prompts.
+    schedule misses some prompts. "over" compares each schedule with every other one.
     """
     schedules = list(dict.fromkeys(record.schedule for record in records))
     if AUTOREGRESSIVE.name not in schedules:
@@ -494,12 +497,20 @@ def summarise(records: Sequence[Any]) -> dict[str, Any]:
                 "medium_calls_per_round": float(calls / rounds) if rounds else 0.0,
                 "rounds": int(rounds),
                 "tokens": int(tokens),
+                "over": {other: _over(table, tables[other]) for other in schedules if other != name},
             }
         return made
 
     files = dict.fromkeys(file for file, _ in sums)
     by_file = {file: figures([key for key in sums if key[0] == file]) for file in files}
     return {"by_file": by_file, "overall": figures(list(sums))}
+
+
+def _over(table: np.ndarray, other: np.ndarray) -> dict[str, Any]:
+    """Tokens per second over another schedule's, with a 95 % interval paired by prompt; tables (prompts, FIGURES)."""
+    draws = speedup_draws(table[:, 0], table[:, 1], other[:, 0], other[:, 1])
+    ratio = float(table[:, 0].sum() / table[:, 1].sum() * other[:, 1].sum() / other[:, 0].sum())
+    return {"gain": ratio, "interval": interval(draws)}
 
 
 def speedup_draws(tokens: np.ndarray, ms: np.ndarray, base_tokens: np.ndarray, base_ms: np.ndarray) -> np.ndarray:
