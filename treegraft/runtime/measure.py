@@ -44,6 +44,13 @@ def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: D
     )
 
 
+def call_ms(model: Model, nodes: int = 4, context: int = 256) -> float:
+    """The median time of a forward over `nodes` nodes after `context` tokens, in ms."""
+    runner = _Runner(model, context)
+    runner.run(nodes)
+    return median(runner.run(nodes) for _ in range(9))
+
+
 def _medium_step_ms(decoded: Decoded, curve: Curve, prompt_length: int, steps: int) -> float:
     """The part of a medium step that is not its forward."""
     rests = []
