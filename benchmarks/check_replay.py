@@ -34,10 +34,11 @@ def main(
     schedule: Annotated[list[str], typer.Option()],
     target: str = "default",
     medium: str = "default-medium",
+    medium_dtype: str = "float32",
     limit: int = 2,
     max_new_tokens: int = 128,
 ) -> None:
-    models = load_model(target), load_model(medium)
+    models = load_model(target), load_model(medium, dtype=medium_dtype)
     plans = [make_plan(name, Drafting(), Cut("score", log_s=-2.5)) for name in schedule]
     wanted = read_prompts(prompts, limit)
     with tempfile.TemporaryDirectory() as folder:

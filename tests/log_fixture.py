@@ -122,6 +122,7 @@ def write_log(folder: Path, answers: list[Answer], drafting: Drafting) -> Path:
                     "q": answer.q[t, mask], "tokens": answer.tokens[t, mask],
                 })  # fmt: skip
         part = log.write_part(folder, number, decisions, leaves)
-        manifest["parts"].append({"file": answer.file, "prompt": answer.prompt, **part})
+        keys = {"file": answer.file, "prompt": answer.prompt, "lengths": [(answer.prompt_length, answer.length)]}
+        manifest["parts"].append({**keys, **part})
     log.write_manifest(folder, manifest)
     return folder

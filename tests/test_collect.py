@@ -77,7 +77,7 @@ def test_an_interrupted_collection_goes_on_where_it_stopped(pair, tmp_path: Path
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     collect(target, medium, as_prompts(3), whole, DRAFTING, Sampling(), TOKENS)
     inner = collector.collect_prompt
-    asked = []
+    asked: list[str] = []
 
     def interrupted(target, medium, prompt, *rest):  # type: ignore[no-untyped-def]
         asked.append(prompt.id)

@@ -66,11 +66,21 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     try:
         app()
-    except (ValueError, OSError) as error:
+    except KeyboardInterrupt:
+        _say("treegraft: interrupted; what was collected is kept, and the same command goes on", style="red")
+        raise SystemExit(130) from None
+    except Exception as error:
         if os.environ.get("TREEGRAFT_DEBUG"):
             raise
-        console.print(f"treegraft: {error}", style="red", markup=False, highlight=False)
+        expected = isinstance(error, ValueError | OSError)
+        hint = "" if expected else f" ({type(error).__name__}; TREEGRAFT_DEBUG=1 shows where)"
+        _say(f"treegraft: {' '.join(str(error).split())}{hint}", style="red")
         raise SystemExit(2) from error
+
+
+def _say(text: str, style: str | None = None) -> None:
+    """One line on stderr, whatever the terminal's width."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -140,8 +150,8 @@ def collect(
     with _progress("collecting") as update:
         manifest = collect(*models, wanted, out, drafting, sampling, max_new_tokens, lambda d, t, _: update(d, t))
     for failure in manifest["failed"]:
-        console.print(f"skipped {failure['file']}/{failure['prompt']}: {failure['error']}", markup=False)
-    console.print(f"{out}: {len(manifest['parts'])} prompts collected, {len(manifest['failed'])} skipped")
+        _say(f"skipped {failure['file']}/{failure['prompt']}: {failure['error']}")
+    _say(f"{out}: {len(manifest['parts'])} prompts collected, {len(manifest['failed'])} skipped")
 
 
 @app.command("fit-value")
@@ -171,7 +181,7 @@ def distill(
     from treegraft.distill.distill import distill
 
     report = distill(value, out, kind=kind)
-    console.print(report["summary"], markup=False)
+    _say(report["summary"])
 
 
 @app.command()
@@ -186,6 +196,7 @@ def evaluate(
     """Replay schedules on a log, exactly and without a model, and price them with a latency profile."""
     from treegraft.data.log import read_log
     from treegraft.runtime.latency import LatencyProfile
+    from treegraft.runtime.scheduler import Mask
     from treegraft.value_system.replay import evaluate
 
     manifest, answers = read_log(log)
@@ -194,8 +205,9 @@ def evaluate(
     plans = _plans(schedule, drafting, cut, measured, rho, same_trees=str(log))
     result = evaluate(answers, plans, measured)
     _report(result, json_out)
-    for name, best in result["rho"].items():
-        console.print(f"{name}: --rho {best:.6g} (tokens per ms) suits it here", markup=False)
+    for plan in plans:
+        if isinstance(plan.schedule, Mask):
+            _say(f"{plan.name}: --rho {result['rho'][plan.name]:.6g} (tokens per ms) suits it here")
 
 
 @app.command()
@@ -227,7 +239,7 @@ def bench(
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
     wanted = read_prompts(prompts, limit)
     plans = _plans(schedule, drafting, cut, _profile(latency), rho)
-    models = _load_pair(target, medium, device, dtype, medium_dtype)
+    models = _load_needed(plans, target, medium, device, dtype, medium_dtype)
     _check_models(plans, models)
     with _progress("benching") as update:
         records = live.run(*models, wanted, plans, max_new_tokens, update)
@@ -273,7 +285,7 @@ def generate(
         raise ValueError("--prompt is empty; give some text")
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
     plan = _plans([schedule], drafting, cut, _profile(latency), rho)[0]
-    models = _load_pair(target, medium, device, dtype, medium_dtype)
+    models = _load_needed([plan], target, medium, device, dtype, medium_dtype)
     _check_models([plan], models)
     asked = Prompt("prompt", "0", text=text) if raw else Prompt("prompt", "0", turns=(text,))
     tokenizer = models[0].tokenizer
@@ -331,6 +343,17 @@ def _load_pair(target: str, medium: str, device: str, dtype: str, medium_dtype: 
     return models
 
 
+def _load_needed(plans: list[Any], target: str, medium: str, *where: Any) -> tuple[Any, Any]:
+    """The target and the medium drafter, which is not needed where the default one is never called."""
+    from treegraft.runtime.models import DEFAULT_MEDIUM, load_model
+    from treegraft.runtime.scheduler import Mask
+
+    if medium != DEFAULT_MEDIUM or any(plan.drafting.depth and plan.schedule != Mask(0) for plan in plans):
+        return _load_pair(target, medium, *where)
+    with console.status(f"loading {target}"):
+        return load_model(target, *where[:2]), None
+
+
 def _profile(latency: Path | None) -> Any:
     from treegraft.runtime.latency import LatencyProfile
 
@@ -352,7 +375,7 @@ def _plans(
 
     chosen = None
     plans = []
-    for name in schedules:
+    for name in dict.fromkeys(schedules):
         if chosen is None and not name.endswith(".json"):
             chosen = make_cut(cut or ("worth" if latency else DEFAULT_CUT), latency, rho)
         plan = make_plan(name, drafting, chosen)
@@ -374,7 +397,7 @@ def _check_models(plans: list[Any], models: tuple[Any, Any]) -> None:
     for plan in plans:
         if isinstance(plan.schedule, Artifact):
             for role, model in zip(("target", "medium"), models):
-                if plan.schedule.models.get(role) != model.fingerprint:
+                if model is not None and plan.schedule.models.get(role) != model.fingerprint:
                     console.print(
                         f"{plan.name} was learned with another {role} than {model.name}; the text stays exact, "
                         "the gain may not", style="yellow",

@@ -94,7 +94,8 @@ def draw_round(target: Model, medium: Model, plan: Plan, prompt: list[int], max_
         rounds.append(((both, len(accepted)), report.draw_tree(tree, kept, accepted, target.tokenizer)))
 
     decode(target, medium, prompt, plan, max_new_tokens, on_tree=watch)
-    return max(rounds, key=lambda found: found[0])[1] if rounds else ""
+    # The last round may run past the end of the answer.
+    return max(rounds[:-1] or rounds, key=lambda found: found[0])[1] if rounds else ""
 
 
 def _page(summary: dict[str, Any], records: list[bench.Record], learned: Plan, picture: str, drafting: Drafting) -> str:

@@ -54,45 +54,70 @@ def collect(
     A prompt that is empty or too long is reported in `failed` and does not stop the others. Raises LogError where the
     folder's log was made with other models or settings. `progress` gets finished prompts, all prompts and positions.
     """
+    if drafting.depth < 1:
+        raise ValueError("--depth 0 leaves no decision to log; give at least 1")
     manifest = _open(folder, _settings(target, medium, drafting, sampling, max_new_tokens))
-    finished = {(part["file"], part["prompt"]) for part in manifest["parts"]}
+    # A part whose files are gone is collected again, under a number of its own.
+    whole = [p for p in manifest["parts"] if all((folder / p[t]["file"]).exists() for t in ("decisions", "leaves"))]
+    number = 1 + max((part["number"] for part in manifest["parts"]), default=-1)
+    manifest["parts"] = whole
+    finished = {(part["file"], part["prompt"]): part["sha256"] for part in manifest["parts"]}
     positions = 0
     for done, prompt in enumerate(prompts):
         progress(done, len(prompts), positions)
-        if (prompt.file, prompt.id) in finished:
+        if known := finished.get((prompt.file, prompt.id)):
+            if known != prompt.sha256():
+                raise log.LogError(
+                    f"{folder} holds another prompt {prompt.file}/{prompt.id} than the one given: the file was edited, "
+                    "or two files share a name; collect into another --out"
+                )
             continue
         try:
-            decisions, leaves = collect_prompt(target, medium, prompt, drafting, sampling, max_new_tokens)
+            decisions, leaves, lengths = collect_prompt(target, medium, prompt, drafting, sampling, max_new_tokens)
         except (PromptError, ContextError) as error:
-            failure = {"file": prompt.file, "prompt": prompt.id, "error": str(error)}
-            if failure not in manifest["failed"]:
-                manifest["failed"].append(failure)
-                log.write_manifest(folder, manifest)
+            _forget_failure(manifest, prompt)
+            manifest["failed"].append({"file": prompt.file, "prompt": prompt.id, "error": str(error)})
+            log.write_manifest(folder, manifest)
             continue
-        part = log.write_part(folder, len(manifest["parts"]), decisions, leaves)
-        manifest["parts"].append({"file": prompt.file, "prompt": prompt.id, **part})
+        _forget_failure(manifest, prompt)
+        part = log.write_part(folder, number, decisions, leaves)
+        keys = {
+            "number": number,
+            "file": prompt.file,
+            "prompt": prompt.id,
+            "sha256": prompt.sha256(),
+            "lengths": lengths,
+        }
+        manifest["parts"].append({**keys, **part})
+        number += 1
         log.write_manifest(folder, manifest)
         positions += len(leaves) >> drafting.depth
     progress(len(prompts), len(prompts), positions)
     return manifest
 
 
+def _forget_failure(manifest: dict[str, Any], prompt: Prompt) -> None:
+    manifest["failed"] = [f for f in manifest["failed"] if (f["file"], f["prompt"]) != (prompt.file, prompt.id)]
+
+
 def collect_prompt(
     target: Model, medium: Model, prompt: Prompt, drafting: Drafting, sampling: Sampling, max_new_tokens: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of both tables for one prompt, all its turns."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[int, int]]]:
+    """The rows of both tables for one prompt, and the tokens of prompt and answer, turn by turn."""
     # Any schedule gives the same text; this one is fast wherever forwards are dear.
     plan = Plan("collect", Mask(0), drafting, Cut("score", log_s=-2.5))
     conversation = Conversation(prompt, target.tokenizer)
     decisions: list[dict[str, Any]] = []
     leaves: list[dict[str, Any]] = []
+    lengths: list[tuple[int, int]] = []
     for turn in range(conversation.turns):
         ids = conversation.ids(turn)
         decoded = decode(target, medium, ids, plan, max_new_tokens, sampling.chooser(), measure=True)
         keys = {"file": prompt.file, "prompt": prompt.id, "turn": turn}
         _collect_answer(medium, ids, decoded.tokens, decoded.uncertainty, drafting, keys, decisions, leaves)
+        lengths.append((len(ids), len(decoded.tokens)))
         conversation.answer(decoded.tokens)
-    return decisions, leaves
+    return decisions, leaves, lengths
 
 
 def _collect_answer(

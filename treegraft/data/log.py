@@ -57,6 +57,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise LogError(f"{folder}: not a log ({error}); `treegraft collect` makes one") from error
+    if not isinstance(manifest, dict) or not {"parts", "drafting", "signals", "models"} <= manifest.keys():
+        raise LogError(f"{path}: not a manifest; `treegraft collect` makes one")
     if manifest.get("version") != VERSION:
         raise LogError(f"{path}: log version {manifest.get('version')!r}; this treegraft reads version {VERSION}")
     return manifest
@@ -122,31 +124,28 @@ def read_log(folder: Path) -> tuple[dict[str, Any], list[Answer]]:
         for name in ("decisions", "leaves"):
             path = folder / part[name]["file"]
             if not path.exists():
-                raise LogError(f"{path}: missing, though the manifest names it; collect this prompt again")
+                raise LogError(f"{path}: missing, though the manifest names it; `treegraft collect` makes it again")
             if hashlib.sha256(path.read_bytes()).hexdigest() != part[name]["sha256"]:
                 raise LogError(f"{path}: altered or truncated since it was collected (its hash differs)")
             tables.append(pq.read_table(path))
-        answers += _answers(tables[0], tables[1], manifest["drafting"]["depth"], manifest["drafting"]["budget"])
+        answers += _answers(tables[0], tables[1], part, manifest["drafting"]["depth"], manifest["drafting"]["budget"])
     if not answers:
         raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")
     return manifest, answers
 
 
-def _answers(decisions: pa.Table, leaves: pa.Table, depth: int, budget: int) -> list[Answer]:
+def _answers(decisions: pa.Table, leaves: pa.Table, part: dict[str, Any], depth: int, budget: int) -> list[Answer]:
     found = []
     signals = np.column_stack([decisions[name].to_numpy().astype(np.float64) for name in LOGGED])
     decided = {name: decisions[name].to_numpy() for name in ("turn", "position", "step", "mask")}
-    leaf = {
-        name: leaves[name].to_numpy() for name in ("turn", "position", "mask", "q", "prompt_length", "answer_length")
-    }
-    for turn in np.unique(leaf["turn"]):
+    leaf = {name: leaves[name].to_numpy() for name in ("turn", "position", "mask", "q")}
+    for turn, (prompt_length, answer_length) in enumerate(part["lengths"]):
         rows = np.flatnonzero(leaf["turn"] == turn)
         positions = np.unique(leaf["position"][rows])
         index = {int(position): i for i, position in enumerate(positions)}
         shape = (len(positions), 1 << depth)
         answer = Answer(
-            leaves["file"][int(rows[0])].as_py(), leaves["prompt"][int(rows[0])].as_py(), int(turn),
-            int(leaf["prompt_length"][rows[0]]), int(leaf["answer_length"][rows[0]]),
+            part["file"], part["prompt"], turn, prompt_length, answer_length,
             np.zeros((*shape, depth, len(LOGGED))), np.full((*shape, budget), -np.inf, np.float32),
             np.full((*shape, depth), budget), np.zeros(shape, int), np.zeros((*shape, depth), int),
             np.zeros(shape, bool), positions,

@@ -1,5 +1,6 @@
 """Prompt files: JSON Lines with `turns`, `messages` or `prompt`, and the prompts that the package ships."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ class Prompt:
     messages: tuple[dict[str, str], ...] = ()
     text: str | None = None
 
+    def sha256(self) -> str:
+        """A hash of what is asked."""
+        return hashlib.sha256(json.dumps([self.turns, self.messages, self.text]).encode()).hexdigest()
+
 
 def shipped(split: str) -> list[Path]:
     """The package's own prompt files of a split, "train" or "bench"."""
@@ -40,7 +45,7 @@ def read_prompts(paths: Iterable[Path], limit: int | None = None) -> list[Prompt
     seen: set[tuple[str, str]] = set()
     for path in paths:
         try:
-            lines = path.read_text().splitlines()
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise PromptError(f"{path}: cannot be read ({error})") from error
         count = 0
@@ -62,7 +67,7 @@ def _parse(path: Path, number: int, line: str) -> Prompt:
     where = f"{path}, line {number}"
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where}: not JSON ({error})") from error
     if not isinstance(data, dict):
         raise PromptError(f"{where}: needs a JSON object with `turns`, `messages` or `prompt`")
@@ -105,7 +110,9 @@ class Conversation:
             if self.prompt.turns:
                 self.messages.append({"role": "user", "content": self.prompt.turns[turn]})
             if not self.tokenizer.chat_template:
-                raise PromptError(f"{where}: the tokenizer has no chat template; give raw text as `prompt` instead")
+                raise PromptError(
+                    f"{where}: the tokenizer has no chat template; give raw text instead (`prompt` in a file, --raw)"
+                )
             encoded: Any = self.tokenizer.apply_chat_template(
                 self.messages, add_generation_prompt=True, return_dict=True
             )

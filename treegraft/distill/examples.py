@@ -28,6 +28,17 @@ class Examples:
     def step(self) -> np.ndarray:
         return self.values[:, NAMES.index("step")]
 
+    @property
+    def pull(self) -> np.ndarray:
+        """What each example weighs in the choice of splits: its visits times |margin|, capped.
+
+        Most states are far below zero (a copied passage, say) and would drown the few worth a call, which are near it.
+        The cap is the 90th percentile of the positive margins; what a leaf decides goes by the margins as they are.
+        """
+        positive = self.margin[self.margin > 0]
+        cap = np.quantile(positive, 0.9) if len(positive) else np.inf
+        return self.weight * np.minimum(np.abs(self.margin), cap) + 1e-12
+
 
 def midpoint(observed: np.ndarray, threshold: float) -> float:
     """The middle between the sorted observed values on either side of a threshold.

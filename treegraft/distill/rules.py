@@ -56,7 +56,7 @@ def _options(examples: Examples, step: int) -> list[tuple[int, float, list[Condi
         return options
     for leaves in range(2, LEAVES + 1):
         inner = DecisionTreeClassifier(max_leaf_nodes=leaves, min_weight_fraction_leaf=SHARE, random_state=0)
-        inner.fit(x, gain > 0, sample_weight=np.abs(gain) + 1e-12)
+        inner.fit(x, gain > 0, sample_weight=examples.pull[mine])
         total = np.bincount(inner.apply(x), gain, minlength=inner.tree_.node_count)
         found = [_conditions(inner.tree_, int(leaf), names, x) for leaf in np.flatnonzero(total > 0)]
         options.append((sum(map(len, found)), float(total[total > 0].sum()), found))

@@ -21,7 +21,7 @@ class TreeStudent(BaseEstimator):
         x, gain = examples.x, examples.weight * examples.margin
         # Classes by sign with weight |margin| make the split that loses least, and each leaf's sign its best decision.
         inner = DecisionTreeClassifier(max_leaf_nodes=self.leaves, min_weight_fraction_leaf=SHARE, random_state=0).fit(
-            x, gain > 0, sample_weight=np.abs(gain) + 1e-12
+            x, gain > 0, sample_weight=examples.pull
         )
         tree = inner.tree_
         inside = inner.decision_path(x).tocsc()

@@ -29,8 +29,9 @@ class Drafting:
                 raise ValueError(f"--{name} is {value}; it must be between {low} and {high}")
         for name in ("pool", "medium_calls"):
             value = getattr(self, name)
-            if value is not None and value < (1 if name == "pool" else 0):
-                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be positive")
+            least = 1 if name == "pool" else 0
+            if value is not None and value < least:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
 
     def may_call(self, mask: int) -> bool:
         """Whether the medium steps already taken (the set bits of `mask`) leave room for another."""
@@ -133,7 +134,7 @@ def _attach(
 ) -> None:
     """Graft the proposed children; they form N_{k+1}, save those expanded in this same step."""
     expanded = {node for node, _ in proposals}
-    attached: list[int] = []
+    attached: dict[int, None] = {}  # in order, each once
     raised = False
     for node, tokens in proposals:
         for token, log_p in tokens:
@@ -147,8 +148,8 @@ def _attach(
             elif not tree.processed[node] and log_p > tree.log_p[child]:
                 tree.log_p[child] = min(log_p, 0.0)
                 raised = True
-            if child not in expanded and child not in attached:
-                attached.append(child)
-    tree.new = attached
+            if child not in expanded:
+                attached[child] = None
+    tree.new = list(attached)
     if raised:
         tree.rescore()

@@ -20,7 +20,7 @@ from treegraft.runtime.tree import Paths
 CONTEXTS = (32, 256, 768)  # tokens in the cache before a forward
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # nodes in a forward
 PROMPTS = (64, 256, 768)  # tokens processed at once on an empty cache
-REPEATS = 5
+REPEATS = 3
 
 
 def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: Drafting) -> LatencyProfile:

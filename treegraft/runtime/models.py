@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 DEFAULT_TARGET = "default"
@@ -85,8 +92,14 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
         lm, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(folder)
         lm.to(device).eval().requires_grad_(False)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError, KeyError, SafetensorError) as error:
         raise ModelError(f"model {name!r}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    # A checkpoint's own generation settings (a repetition penalty, say) would change what `generate` calls greedy:
+    # the caller's options alone decide, and only the special tokens are taken over.
+    own = lm.generation_config
+    lm.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
     if found["missing_keys"]:
         raise ModelError(f"model {name!r}: its weights lack {sorted(found['missing_keys'])[0]} and maybe more")
     fingerprint = _fingerprint(lm)
@@ -118,6 +131,11 @@ def _fit_head(target: Model, drafter: Model) -> None:
     """Cut a drafter's head that is padded beyond the target's embeddings: it must not propose what is no token."""
     embeddings: Any = target.lm.get_input_embeddings()
     rows = embeddings.weight.shape[0]
+    own: Any = drafter.lm.get_input_embeddings()
+    if own.weight.shape[0] <= max(target.tokenizer.get_vocab().values()):
+        raise ModelError(
+            f"drafter {drafter.name!r} embeds {own.weight.shape[0]} tokens, fewer than {target.name!r} has"
+        )
     head: Any = drafter.lm.get_output_embeddings()
     if drafter.draft_vocabulary is None and head.weight.shape[0] > rows:
         drafter.draft_vocabulary = torch.arange(rows, device=drafter.device)
@@ -231,6 +249,9 @@ def _slice_head(head: Any, vocabulary: torch.Tensor) -> torch.nn.Linear:
 def _context_limit(config: Any) -> int:
     limit = int(getattr(config, "max_position_embeddings", 0) or 2048)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond this length the model changes its own short-range encoding
+        limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
     # A sliding window equals full attention as long as the context stays inside it.
     return min(limit, int(window)) if window else limit
 

@@ -1,5 +1,6 @@
 """From what a user names (a schedule, a cut) to a plan that the decoder and the replay follow."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,22 @@ def make_cut(text: str, profile: LatencyProfile | None, rho: float | None) -> Cu
     if text == "worth":
         if profile is None:
             raise ScheduleError("--cut worth needs --latency, a profile from `treegraft profile`")
+        if rho is not None and not 0 < rho < math.inf:
+            raise ScheduleError(f"--rho {rho}: give tokens per ms, above 0")
         return Cut("worth", rho=rho if rho is not None else 1 / float(profile.target(1, 0)), profile=profile)
     try:
-        return Cut("score", log_s=float(text))
+        limit = float(text)
     except ValueError:
-        raise ScheduleError(f"--cut {text!r}: give worth, none, or a limit on log s such as -2.5") from None
+        limit = math.nan
+    if not -math.inf < limit <= 0:  # NaN fails too
+        raise ScheduleError(f"--cut {text!r}: give worth, none, or a limit on log s (at most 0) such as -2.5")
+    return Cut("score", log_s=limit)
 
 
 def _cut_from(data: dict[str, Any]) -> Cut:
     if data["kind"] == "worth":
+        if not 0 < float(data["rho"]) < math.inf:
+            raise ValueError(f"rho {data['rho']}")
         return Cut("worth", rho=float(data["rho"]), profile=LatencyProfile.from_dict(data["profile"], "artifact"))
     if data["kind"] == "score":
         return Cut("score", log_s=float(data["log_s"]))

@@ -160,11 +160,15 @@ def load_artifact(path: Path) -> Artifact:
             schedule, dict(data["drafting"]), dict(data["cut"]), fallback, dict(data["models"]),
             dict(data["expected"]), list(data["vectors"]),
         )  # fmt: skip
+        wrong = [
+            index
+            for index, vector in enumerate(artifact.vectors)
+            if schedule.decide(vector["step"], vector["mask"], vector["signals"]) != vector["invoke"]
+        ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ScheduleError(f"{path}: damaged ({type(error).__name__}: {error}); distill again") from error
-    for index, vector in enumerate(artifact.vectors):
-        if schedule.decide(vector["step"], vector["mask"], vector["signals"]) != vector["invoke"]:
-            raise ScheduleError(f"{path}: test vector {index} gives another decision; the file was altered")
+    if wrong:
+        raise ScheduleError(f"{path}: test vector {wrong[0]} gives another decision; the file was altered")
     return artifact
 
 
