@@ -331,7 +331,8 @@ def demo(out: Annotated[Path, typer.Option(help="Where everything goes.")] = Pat
     """The whole pipeline on the default models: profile, collect, fit, distill, then decode faster by it."""
     from treegraft.demo import run_demo
 
-    run_demo(out, console, _progress)
+    summary = run_demo(out, console, _progress)
+    print_table("the shipped bench prompts, live", summary["overall"])
 
 
 def _load_pair(target: str, medium: str, device: str, dtype: str, medium_dtype: str | None) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from treegraft.runtime.tree import DraftTree
 from treegraft.value_system.replay import best_mask, named_plan
 from treegraft.value_system.value import fit_value
 
-COLLECT = {"limit": 5, "max_new_tokens": 56}
+COLLECT = {"limit": 7, "max_new_tokens": 56}
 BENCH = {"limit": 2, "max_new_tokens": 48}
 
 
@@ -65,12 +65,9 @@ def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dic
     answers = read_log(out / "log")[1]
     bits = best_mask(answers, profile, drafting)
     learned = plan_from_artifact(load_artifact(out / "scheduler.json"), "treegraft")
-    plans = [
-        named_plan("small", Mask(0), answers, profile, drafting),
-        named_plan("medium", Mask((1 << drafting.depth) - 1), answers, profile, drafting),
-        named_plan(f"best mask {bits:#0{drafting.depth + 2}b}", Mask(bits), answers, profile, drafting),
-        learned,
-    ]
+    names = {0: "small", (1 << drafting.depth) - 1: "medium"}
+    names[bits] = f"{names[bits]} (best mask)" if bits in names else f"best mask {bits:#0{drafting.depth + 2}b}"
+    plans = [named_plan(name, Mask(mask), answers, profile, drafting) for mask, name in names.items()] + [learned]
 
     prompts = read_prompts(shipped("bench"), BENCH["limit"])
     say(f"bench: {len(prompts)} other prompts, live, every schedule interleaved in one process")
