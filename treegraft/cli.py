@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -438,16 +439,15 @@ def _print_figures(figures: dict[str, Any]) -> None:
 
 def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:
     """One table: a row a schedule."""
-    table = Table(title=title, title_justify="left")
-    columns = ("schedule", "tokens/s", "speedup", "95 % interval", "accepted/round", "medium calls/round", "text")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    table = Table(title=f"{title} (accepted tokens and medium calls a round)", title_justify="left", box=box.SIMPLE)
+    for column in ("schedule", "tokens/s", "speedup", "95 %", "accepted", "calls", "text"):
+        table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=column != "schedule")
     live = any("text_equal" in m for m in figures.values())
     for name, m in figures.items():
         low, high = m["speedup_interval"]
         text = ("equal" if m["text_equal"] else f"{m['texts_different']} differ") if live else "replayed"
         table.add_row(
-            name, f"{m['tokens_per_second']:.2f}", f"{m['speedup']:.3f}", f"{low:.3f} .. {high:.3f}",
+            name, f"{m['tokens_per_second']:.2f}", f"{m['speedup']:.3f}", f"{low:.2f}..{high:.2f}",
             f"{m['accepted_per_round']:.2f}", f"{m['medium_calls_per_round']:.2f}", text,
         )  # fmt: skip
     Console().print(table)
