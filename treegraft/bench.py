@@ -12,24 +12,16 @@ from treegraft.data.prompts import Conversation, Prompt
 from treegraft.runtime.decode import AUTOREGRESSIVE, ContextError, Plan, Round, check_prompt, decode, end_tokens
 from treegraft.runtime.models import Model
 from treegraft.runtime.ties import compare_texts
-from treegraft.value_system.replay import summarise
+from treegraft.value_system import replay
 
 GENERATE = "generate"
 PARTS = ("target", "medium", "small", "signals", "rest")
 
 
 @dataclass
-class Record:
-    """One prompt (all its turns) decoded by one schedule; times in ms."""
+class Record(replay.Record):
+    """One prompt (all its turns) decoded by one schedule: a replay's figures and what only a live run knows."""
 
-    file: str
-    prompt: str
-    schedule: str
-    tokens: int
-    ms: float
-    rounds: int
-    medium_calls: int
-    accepted: int
     first_token_ms: float
     different: int  # texts that differ from the target's own, float ties aside
     ties: int
@@ -137,7 +129,7 @@ def as_autoregressive(records: list[Record]) -> list[Record]:
 def summarise_live(records: list[Record]) -> dict[str, Any]:
     """Figures by file and overall: what `evaluate` gives, and what only a live run knows (texts, times by part)."""
     records = as_autoregressive(records)
-    summary = summarise(records)
+    summary = replay.summarise(records)
     groups: list[tuple[dict[str, Any], list[Record]]] = [(summary["overall"], records)]
     groups += [(of_file, [r for r in records if r.file == file]) for file, of_file in summary["by_file"].items()]
     for schedules, of_group in groups:
