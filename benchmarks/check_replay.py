@@ -20,12 +20,14 @@ from treegraft.data.log import read_log
 from treegraft.data.prompts import Conversation, read_prompts
 from treegraft.runtime.decode import Plan, Round, decode
 from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.models import load_model
 from treegraft.runtime.plan import make_plan
 from treegraft.runtime.size import Cut
 from treegraft.value_system.replay import flatten, replay
 
 NEAR = 1e-5
+PROFILE = LatencyProfile.what_if(0.3)  # any serves: prices do not touch a replay's rounds, the plan's own cut does
 FIELDS = ("position", "lag", "mask", "kept", "accepted", "tokens")
 
 
@@ -47,7 +49,7 @@ def main(
     log = flatten(answers)
     counts: Counter[str] = Counter()
     for plan in plans:
-        trace = replay(log, plan.schedule, plan.cut, models_profile(plan), plan.drafting).trace
+        trace = replay(log, plan.schedule, plan.cut, PROFILE, plan.drafting).trace
         for index, answer in enumerate(log.answers):
             if answer.turn:
                 continue  # later turns need the earlier answers as context
@@ -60,13 +62,6 @@ def main(
             if verdict != "equal":
                 print(f"{answer.file}/{answer.prompt} {plan.name}: {verdict} after {rounds} equal rounds", flush=True)
     print(dict(counts))
-
-
-def models_profile(plan: Plan):  # type: ignore[no-untyped-def]
-    """Any profile serves: prices do not touch a replay's rounds, the plan's own cut does."""
-    from treegraft.runtime.latency import LatencyProfile
-
-    return plan.cut.profile or LatencyProfile.what_if(0.3)
 
 
 def compare(live: list[Round], replayed: dict[str, np.ndarray], log, index: int, plan: Plan) -> tuple[str, int]:  # type: ignore[no-untyped-def]
