@@ -26,7 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from treegraft.runtime.models import DRAFTER_FILE, Model, load_model
@@ -44,6 +45,17 @@ RATE = 1.5e-3
 # ---- the network: target and student are the same Llama, with different layers ----
 
 
+# A layer's parameters in Block, and the target's that they hold, one below the other.
+LAYER = {
+    "norm1": ("input_layernorm",),
+    "norm2": ("post_attention_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
 class Block(nn.Module):
     """One Llama layer with fused projections. `weights` are the target's, by their Hugging Face names."""
 
@@ -52,13 +64,9 @@ class Block(nn.Module):
         self.heads, self.groups, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.eps = config.rms_norm_eps
 
-        def parameter(*names: str) -> nn.Parameter:
-            return nn.Parameter(torch.cat([weights[f"{name}.weight"] for name in names]).clone())
-
-        self.norm1, self.norm2 = parameter("input_layernorm"), parameter("post_attention_layernorm")
-        self.qkv = parameter("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.out = parameter("self_attn.o_proj")
-        self.gate_up, self.down = parameter("mlp.gate_proj", "mlp.up_proj"), parameter("mlp.down_proj")
+        for ours, theirs in LAYER.items():
+            weight = torch.cat([weights[f"{name}.weight"] for name in theirs])
+            setattr(self, ours, nn.Parameter(weight.clone()))
 
     def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: "Cache | None", layer: int):
         """x (B, T, hidden) -> the same shape."""
@@ -538,17 +546,46 @@ def load_texts(work: Path) -> tuple[list[Text], list[Text]]:
     return fitting, held
 
 
+def shipped(layers: list[int], fingerprint: str) -> dict[str, torch.Tensor] | None:
+    """The drafter that the package ships as a student's state, with its `vocabulary`; None if of another kind."""
+    if not DRAFTER_FILE.exists():
+        return None
+    with safe_open(DRAFTER_FILE, "pt") as file:
+        metadata = file.metadata()
+    if metadata != {"target": fingerprint, "layers": json.dumps(layers)}:
+        return None
+    tensors = load_file(DRAFTER_FILE)
+
+    def weight(name: str) -> torch.Tensor:
+        scale = tensors.get(f"{name}.scale")
+        return tensors[name] if scale is None else tensors[name].float() * scale[:, None]
+
+    state = {"vocabulary": tensors["draft_vocabulary"].long(), "head": weight("lm_head.weight")}
+    state["body.norm"] = weight("model.norm.weight")
+    for i in range(len(layers)):
+        for ours, theirs in LAYER.items():
+            parts = [weight(f"model.layers.{i}.{name}.weight") for name in theirs]
+            state[f"body.blocks.{i}.{ours}"] = torch.cat(parts)
+    return state
+
+
 def train(work: Path, minutes: float, layers: list[int]) -> None:
     """Stage `train`: learn for `minutes` of wall time in all, from the last checkpoint if there is one.
 
-    Text that arrives meanwhile is used from the next epoch on.
+    Without one, training goes on from the drafter that the package ships, if it has the same layers, at a third of the
+    rate. Text that arrives meanwhile is used from the next epoch on.
     """
     path, target = work / "checkpoint.pt", load_model("default")
     state = torch.load(path) if path.exists() else None
-    vocabulary = state["vocabulary"] if state else draft_vocabulary(load_texts(work)[0])
+    begun = None if state else shipped(layers, target.fingerprint)
+    rate = state["rate"] if state else RATE / 3 if begun else RATE
+    vocabulary = (state or begun or {"vocabulary": draft_vocabulary(load_texts(work)[0])})["vocabulary"]
     row_of = torch.full((2**16,), -1)
     row_of[vocabulary] = torch.arange(VOCABULARY)
     student = Student(target, layers, vocabulary)
+    if begun:
+        del begun["vocabulary"]
+        student.load_state_dict(begun)
     adam = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     step, epoch, spent = 0, 0, 0.0
     if state:
@@ -562,7 +599,7 @@ def train(work: Path, minutes: float, layers: list[int]) -> None:
         for batch in batches(fitting, BATCH, random.Random(step)):
             progress = min(1, spent / (60 * minutes))
             for group in adam.param_groups:
-                group["lr"] = RATE * min(1, (step + 1) / 100) * (1 + math.cos(math.pi * progress)) / 2
+                group["lr"] = rate * min(1, (step + 1) / 100) * (1 + math.cos(math.pi * progress)) / 2
             ids, where = pad(batch)
             rows, weight = labels(batch, row_of)
             with torch.autocast("cpu", torch.bfloat16):
@@ -577,7 +614,7 @@ def train(work: Path, minutes: float, layers: list[int]) -> None:
             over = spent >= 60 * minutes
             if over or spent - saved > 180:
                 saved = spent
-                state = {"student": student.state_dict(), "vocabulary": vocabulary, "layers": layers}
+                state = {"student": student.state_dict(), "vocabulary": vocabulary, "layers": layers, "rate": rate}
                 state |= {"adam": adam.state_dict(), "step": step, "epoch": epoch, "spent": spent}
                 torch.save(state, path.with_suffix(".tmp"))
                 path.with_suffix(".tmp").rename(path)
@@ -608,15 +645,14 @@ def export(work: Path) -> None:
 
     heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     for i in range(len(checkpoint["layers"])):
-        ours, theirs = f"body.blocks.{i}.", f"model.layers.{i}."
-        tensors[f"{theirs}input_layernorm.weight"] = state[f"{ours}norm1"]
-        tensors[f"{theirs}post_attention_layernorm.weight"] = state[f"{ours}norm2"]
-        for name, weight in zip("qkv", state[f"{ours}qkv"].split([heads, groups, groups]), strict=True):
-            quantise(f"{theirs}self_attn.{name}_proj.weight", weight)
-        for name, weight in zip(("gate", "up"), state[f"{ours}gate_up"].chunk(2), strict=True):
-            quantise(f"{theirs}mlp.{name}_proj.weight", weight)
-        quantise(f"{theirs}self_attn.o_proj.weight", state[f"{ours}out"])
-        quantise(f"{theirs}mlp.down_proj.weight", state[f"{ours}down"])
+        for ours, theirs in LAYER.items():
+            whole = state[f"body.blocks.{i}.{ours}"]
+            rows = {"qkv": [heads, groups, groups]}.get(ours, len(whole) // len(theirs))
+            for name, weight in zip(theirs, whole.split(rows), strict=True):
+                if weight.dim() == 1:
+                    tensors[f"model.layers.{i}.{name}.weight"] = weight
+                else:
+                    quantise(f"model.layers.{i}.{name}.weight", weight)
     tensors["model.norm.weight"] = state["body.norm"]
     quantise("lm_head.weight", state["head"])
     tensors["draft_vocabulary"] = checkpoint["vocabulary"].int()

