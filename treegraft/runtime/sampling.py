@@ -27,7 +27,7 @@ def gumbel(seed: int, position: int, size: int) -> np.ndarray:
 class Chooser:
     """Chooses the target's next token after logits processors; `seed` None is greedy.
 
-    `record`, where it is a list, gets the target's logits and the processed scores, each (V,), of every token chosen.
+    `record`, where it is a list, gets the target's logits and the processed scores, each float32 (1, V), of every token chosen.
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
@@ -81,7 +81,7 @@ class Chooser:
         """The token that follows `text`."""
         scores = self.processed(text, logits)
         if self.record is not None:
-            self.record.append((logits.float().clone(), scores.clone()))
+            self.record.append((logits[None].float().clone(), scores[None].clone()))
         return int(self.noised(text, scores).argmax())
 
     @property
