@@ -44,7 +44,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Drop:
-    """The monitor gave up drafting as before, since it made the text slower than one-token steps (times in ms a token)."""
+    """Where the monitor gave up a schedule that made the text slower than one-token steps; times in ms a token."""
 
     position: int  # answer tokens before the first round that it changed
     schedule: str  # what the rounds from there on follow: small or autoregressive
@@ -119,8 +119,7 @@ def decode(
     Raises ContextError for a prompt that is empty or too long. `on_tree` receives each round's draft tree with the kept
     and the accepted nodes; `measure` records the target's uncertainty at each token.
     """
-    for decoded in decode_rounds(target, medium, prompt, plan, max_new_tokens, chooser, on_tree, measure):
-        pass
+    *_, decoded = decode_rounds(target, medium, prompt, plan, max_new_tokens, chooser, on_tree, measure)
     return decoded
 
 

@@ -1,4 +1,4 @@
-"""TreeGraft inside transformers: `model.generate(**inputs, custom_generate=treegraft.generate, medium=..., schedule=...)`.
+"""TreeGraft inside transformers: `model.generate(**inputs, custom_generate=treegraft.generate, medium=...)`.
 
 transformers prepares the inputs, the logits processors and the stopping criteria as for its own methods, then calls
 `generate` for the decoding loop.
@@ -7,6 +7,7 @@ transformers prepares the inputs, the logits processors and the stopping criteri
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, cast
 
 import torch
@@ -50,15 +51,15 @@ def generate(
 ) -> torch.Tensor | TreeGraftOutput:
     """The decoding loop for `model.generate(..., custom_generate=treegraft.generate)`; not to be called by hand.
 
-    Of its arguments a caller gives four. `medium`: the medium drafter, from `treegraft.load_model` or transformers, with
-    the model's own vocabulary. `schedule`: small, medium, a mask such as 0b00101, the path of an artifact, or a Plan.
-    `seed`: of the sampling noise; by default drawn from torch's generator, so that `torch.manual_seed` decides.
-    `monitor`: drop to cheaper drafting where it makes the text slower than one-token steps.
+    A caller adds four arguments to those of `model.generate`. `medium`: the medium drafter, from `treegraft.load_model`
+    or transformers, with the model's own vocabulary. `schedule`: small, medium, a mask such as 0b00101, the path of an
+    artifact, or a Plan. `seed`: of the sampling noise; by default drawn from torch's generator, so that
+    `torch.manual_seed` decides. `monitor`: draft less where drafting makes the text slower than one-token steps.
 
     Returns what `generate` would: token ids (1, length), prompt included, or, with `return_dict_in_generate`, a
-    TreeGraftOutput. Greedy ids are transformers' own; sampled ones have its distribution. Raises ValueError, by name, for
-    what cannot be honoured, ContextError where prompt, answer and draft do not fit the model's context, and
-    ScheduleError and ModelError for a schedule or drafter of no use.
+    TreeGraftOutput. Greedy ids are transformers' own; sampled ones have its distribution. Raises ValueError, by name,
+    for what cannot be honoured, ContextError where prompt, answer and draft do not fit the model's context,
+    ScheduleError and ModelError for a schedule or a drafter that cannot serve.
     """
     asked = _asked_of_transformers()
     _refuse(input_ids, generation_config, model_kwargs, asked)
@@ -89,7 +90,14 @@ def generate(
         return bool(stopping_criteria(torch.tensor([text], device=input_ids.device), cast(Any, scores())).all())
 
     rounds = decode_rounds(
-        target, drafter, prompt, plan, length - len(prompt), chooser, ends=ends, steer=Monitor(plan) if monitor else None
+        target,
+        drafter,
+        prompt,
+        plan,
+        length - len(prompt),
+        chooser,
+        ends=ends,
+        steer=Monitor(plan) if monitor else None,
     )
     shown = 0
     for decoded in rounds:
@@ -121,21 +129,21 @@ class _Asked:
 
 def _asked_of_transformers() -> _Asked:
     """Read them off the frames of `model.generate`, since a streamer that nobody feeds leaves its reader waiting."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
-        frame = frame.f_back
-    if frame is None:
-        return _Asked()
-    asked = _Asked(*(frame.f_locals[name] for name in ("streamer", "assistant_model", "synced_gpus")))
-    # `generate` drops the tokenizer, but its decorators still hold every keyword.
-    while (frame := frame.f_back) is not None and frame.f_globals["__name__"].startswith(("torch.", "transformers.")):
+    asked = _Asked()
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frames = (frame for frame, _ in walk_stack(None))
+    for frame in frames:
+        if frame.f_code is code:
+            asked = _Asked(*(frame.f_locals[name] for name in ("streamer", "assistant_model", "synced_gpus")))
+            break
+    for frame in frames:  # the decorators around it, which still hold every keyword
+        if not frame.f_globals["__name__"].startswith(("torch.", "transformers.")):
+            break
         asked.tokenizer = frame.f_locals.get("kwargs", {}).get("tokenizer", asked.tokenizer)
     return asked
 
 
-def _refuse(
-    input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], asked: _Asked
-) -> None:
+def _refuse(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], asked: _Asked) -> None:
     """Raise ValueError naming what was asked for and cannot be honoured."""
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     cache = model_kwargs.get("cache")
@@ -158,14 +166,13 @@ def _refuse(
         "a cache of one's own": getattr(cache, "_is_user_defined", False),
         "a batch of more than one prompt": input_ids.shape[0] > 1,
         "an attention_mask with padding": mask is not None and not bool(mask.all()),
-        "position_ids of one's own": positions is not None
-        and positions[0].tolist() != list(range(input_ids.shape[1])),
+        "position_ids of one's own": positions is not None and positions[0].tolist() != list(range(input_ids.shape[1])),
         **{name: value is not None for name, value in model_kwargs.items() if name not in known},
     }
     if names := [name for name, asked_for in refused.items() if asked_for]:
         raise ValueError(
-            f"treegraft.generate cannot honour {', '.join(names)}: it decodes one prompt, greedily or by sampling; leave "
-            "that out, or leave out custom_generate"
+            f"treegraft.generate cannot honour {', '.join(names)}: it decodes one prompt, greedily or by sampling; "
+            "leave that out, or leave out custom_generate"
         )
 
 
@@ -177,7 +184,7 @@ def _check_vocabulary(target: Model, drafter: Model) -> None:
     if highest >= ours or theirs < ours:
         raise ModelError(
             f"target {target.name!r} embeds {ours} tokens and drafter {drafter.name!r} {theirs}; where they share a "
-            "tokenizer all the same, load both with treegraft.load_model and treegraft.check_pair, which fits the drafter"
+            "tokenizer all the same, load both with treegraft.load_model; treegraft.check_pair fits the drafter"
         )
 
 

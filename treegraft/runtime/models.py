@@ -121,7 +121,7 @@ def wrap_model(lm: PreTrainedModel) -> Model:
     attention = lm.config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise ModelError(
-            f"model {name!r} has {attention} attention, which takes no tree mask; load it with attn_implementation='sdpa'"
+            f"model {name!r}: {attention} attention takes no tree mask; load it with attn_implementation='sdpa'"
         )
     return Model(name, lm, cast(Any, None), _context_limit(lm.config), "")
 

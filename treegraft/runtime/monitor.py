@@ -29,9 +29,9 @@ def round_ms(done: Round) -> float:
 class Monitor:
     """Names the plan of a text's next round: `plan`, until that makes the text slower than one-token steps.
 
-    After a window of rounds it takes a few one-token steps and compares the times a token; where drafting lost, the text
-    goes on with `small`, and where that loses too, with one-token steps. Later windows are compared with the same steps,
-    and new ones are taken before any drop. Each drop is noted in the answer. One monitor watches one text.
+    After a window of rounds it takes a few one-token steps and compares the times a token; where drafting lost, the
+    text goes on with `small`, and where that loses too, with one-token steps. Later windows are compared with the same
+    steps, and new ones are taken before any drop. Each drop is noted in the answer. One monitor watches one text.
     """
 
     plan: Plan
@@ -88,15 +88,16 @@ def measure_drift(decoded: Decoded, plan: Plan, prompt_length: int) -> float | N
 
 
 def watch_drift(decoded: Decoded, plan: Plan, prompt_length: int) -> None:
-    """Note the drift of an artifact's profile in the answer; warn where it is more than the factor DRIFT either way."""
+    """Note an artifact's drift in the answer, and warn where it is more than the factor DRIFT either way."""
     if not isinstance(plan.schedule, Artifact):
         return
-    decoded.drift = drift = measure_drift(decoded, plan, prompt_length)
-    if drift is not None and not 1 / DRIFT <= drift <= DRIFT:
+    decoded.drift = measure_drift(decoded, plan, prompt_length)
+    if decoded.drift is not None and not 1 / DRIFT <= decoded.drift <= DRIFT:
+        # Without figures, so that Python shows it once; they are in the answer.
         warnings.warn(
-            f"{plan.name} was learned where a target forward costs {1 / drift:.1f} times as much, in medium calls, as it "
-            "does here; the text is exact all the same. To adapt it, measure this machine (`treegraft profile --out "
-            "latency.json`) and learn again from the same log (`treegraft fit-value --log LOG --latency latency.json --out "
-            "value`, then `treegraft distill --value value --out scheduler.json`)",
-            stacklevel=3,
+            f"{plan.name} was learned where a medium call costs another part of a target forward than it does here, so "
+            "its calls may not pay (the text is exact all the same). To adapt it, run `treegraft profile --out "
+            "latency.json` here and learn again from the same log: `treegraft fit-value --log LOG --latency "
+            "latency.json --out value`, then `treegraft distill --value value --out scheduler.json`",
+            stacklevel=2,
         )

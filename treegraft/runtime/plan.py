@@ -10,7 +10,6 @@ from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Artifact, Mask, ScheduleError, load_artifact, parse_mask
 from treegraft.runtime.size import Cut
 
-
 DEFAULT_CUT = Cut("score", log_s=-2.5)  # where no latency profile says what a node costs
 
 

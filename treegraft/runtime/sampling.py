@@ -27,7 +27,7 @@ def gumbel(seed: int, position: int, size: int) -> np.ndarray:
 class Chooser:
     """Chooses the target's next token after logits processors; `seed` None is greedy.
 
-    `record`, where it is a list, gets the target's logits and the processed scores, each float32 (1, V), of every token chosen.
+    `record`, where it is a list, gets the target's logits and the processed scores of every token chosen, each (1, V).
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
@@ -58,7 +58,7 @@ class Chooser:
         return cls(processors, seed)
 
     def processed(self, text: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """The scores after `text`, processors done and noise not, from the target's logits there, both of shape (V,)."""
+        """The scores after `text` with processors and without noise, from the target's logits there, both (V,)."""
         # A copy of their own, since processors may write in place.
         scores = logits[None].to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.processors))
         if self.processors:
