@@ -13,10 +13,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import treegraft
+from treegraft.runtime.decoder import _check_models
+from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.models import Model
+from treegraft.runtime.plan import plan_from_artifact
+from treegraft.runtime.scheduler import Artifact, Mask
 
 TOKENS = 20
-PROMPTS = prompts(5, seed=4)
+PROMPTS = prompts(4, seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,7 @@ def test_ids_and_text_give_the_targets_answer_with_what_the_rounds_did(pair, dec
 def test_messages_go_through_the_chat_template(pair) -> None:
     target, _ = pair("llama")
     messages = [{"role": "user", "content": "t5 t6"}]
-    with pytest.raises(ValueError, match="no chat template.*--raw"):
+    with pytest.raises(ValueError, match=r"no chat template.*--raw"):
         treegraft.Decoder(target).generate(messages)
     tokenizer = target.tokenizer.__class__(tokenizer_object=target.tokenizer.backend_tokenizer, unk_token="t0")
     tokenizer.chat_template = "t1 {{ messages[0]['content'] }} t2"
@@ -97,10 +101,10 @@ def test_closing_frees_the_models_and_ends_all_service(tmp_path: Path) -> None:
     make_pair(tmp_path, "llama")
     with treegraft.Decoder(str(tmp_path / "llama-target"), str(tmp_path / "llama-medium"), "medium") as decoder:
         decoder.generate([1, 2, 3], 4)
-        held = [weakref.ref(lm) for lm in gc.get_objects() if type(lm).__name__ == "LlamaForCausalLM"]
-        before = len(held)
+        held = [weakref.ref(model.lm) for model in decoder._loaded()]
+        assert all(lm() is not None for lm in held)
     gc.collect()
-    assert sum(lm() is not None for lm in held) == before - 2
+    assert all(lm() is None for lm in held)
     with pytest.raises(ValueError, match="closed"):
         decoder.generate([1, 2, 3], 4)
 
@@ -114,6 +118,20 @@ def test_what_cannot_be_served_is_refused_when_the_decoder_is_made(pair, tmp_pat
     other = str(save_lm(tmp_path, config("llama", layers=1), 0, swap=(3, 4)))
     with pytest.raises(ValueError, match="do not share a vocabulary"):
         treegraft.Decoder(target, other, schedule="medium")
+
+
+def test_an_artifact_of_other_models_is_refused_unless_it_comes_as_a_plan(pair, tmp_path: Path) -> None:
+    target, medium = pair("llama")
+    drafting = Drafting(depth=2)
+    for role, model in (("target", target), ("medium", medium)):
+        models = {"target": target.fingerprint, "medium": medium.fingerprint}
+        artifacts = [Artifact(Mask(0b11), drafting.as_dict(), {"kind": "none"}, 0, models | {role: "0" * 16})]
+        artifacts.append(Artifact(Mask(0b11), drafting.as_dict(), {"kind": "none"}, 0, models))
+        foreign, own = (plan_from_artifact(artifact, "learned") for artifact in artifacts)
+        _check_models(own, {"target": target, "medium": medium})
+        with pytest.raises(ValueError, match=f"another {role} than {model.name}"):
+            _check_models(foreign, {"target": target, "medium": medium})
+        assert len(treegraft.Decoder(target, medium, foreign).generate([1, 2], 4).tokens) == 4
 
 
 def test_a_prompt_that_does_not_fit_is_refused(decoder) -> None:

@@ -13,6 +13,7 @@ from treegraft.runtime.models import Model, check_pair, load_model
 from treegraft.runtime.monitor import Monitor, watch_drift
 from treegraft.runtime.plan import as_plan, check_medium
 from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.scheduler import Artifact, ScheduleError
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 
@@ -32,7 +33,8 @@ class Decoder:
     makes a text slower than one-token steps.
 
     Thread-safe: requests of several threads take turns, round by round. Raises ModelError for models that cannot be
-    loaded or do not belong together, ScheduleError for a schedule that cannot be followed.
+    loaded or do not belong together, ScheduleError for a schedule that cannot be followed or an artifact's path whose
+    models are others (a Plan is followed whatever it was learned with).
 
     >>> with Decoder("default", "default-medium", schedule="scheduler.json") as decoder:
     ...     answer = decoder.generate([{"role": "user", "content": "Why is the sky blue?"}])
@@ -55,6 +57,8 @@ class Decoder:
         drafter = load_model(medium, device, dtype) if isinstance(medium, str) else medium
         if drafter is not None:
             check_pair(loaded, drafter)
+        if not isinstance(schedule, Plan):
+            _check_models(self.plan, {"target": loaded, "medium": drafter})
         self._models: tuple[Model, Model | None] | None = (loaded, drafter)
         self._lock = Lock()
 
@@ -142,6 +146,17 @@ class Stream(Iterator[str]):
         shown = len(self.answer.text)
         self.answer = next(self._answers)
         return self.answer.text[shown:]
+
+
+def _check_models(plan: Plan, models: dict[str, Model | None]) -> None:
+    """Raise ScheduleError where an artifact was learned with other models."""
+    for role, model in models.items():
+        learned = plan.schedule.models.get(role) if isinstance(plan.schedule, Artifact) else None
+        if model is not None and learned not in (None, model.fingerprint):
+            raise ScheduleError(
+                f"{plan.name} was learned with another {role} than {model.name}, or in another precision; distill one "
+                "for these models, or give it as a Plan to follow it all the same"
+            )
 
 
 def prompt_ids(model: Model, prompt: Prompt) -> list[int]:
