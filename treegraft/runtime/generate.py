@@ -79,7 +79,7 @@ def generate(
         seed = None
     elif seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
-    chooser = Chooser(logits_processor, seed, record)
+    chooser = Chooser(logits_processor, seed, record, input_ids.device)
     prompt = input_ids[0].tolist()
     length = stopping_criteria.max_length or config.max_length
 
@@ -99,7 +99,7 @@ def generate(
         ends=ends,
         steer=Monitor(plan) if monitor else None,
     )
-    shown = 0
+    shown = 0  # tokens that the streamer has
     for decoded in rounds:
         if asked.streamer is not None:
             for token in decoded.tokens[shown:]:

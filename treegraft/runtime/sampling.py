@@ -28,11 +28,13 @@ class Chooser:
     """Chooses the target's next token after logits processors; `seed` None is greedy.
 
     `record`, where it is a list, gets the target's logits and the processed scores of every token chosen, each (1, V).
+    `device` is where processors work; by default where the logits are.
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     seed: int | None = None
     record: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    device: torch.device | None = None
 
     @classmethod
     def make(
@@ -60,9 +62,10 @@ class Chooser:
     def processed(self, text: list[int], logits: torch.Tensor) -> torch.Tensor:
         """The scores after `text` with processors and without noise, from the target's logits there, both (V,)."""
         # A copy of their own, since processors may write in place.
-        scores = logits[None].to(torch.promote_types(logits.dtype, torch.float32), copy=bool(self.processors))
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        scores = logits[None].to(self.device or logits.device, dtype, copy=bool(self.processors))
         if self.processors:
-            ids: Any = torch.tensor([text], device=logits.device)
+            ids: Any = torch.tensor([text], device=scores.device)
             scores = self.processors(ids, scores)  # type: ignore[arg-type]
         return scores[0]
 
@@ -81,7 +84,7 @@ class Chooser:
         """The token that follows `text`."""
         scores = self.processed(text, logits)
         if self.record is not None:
-            self.record.append((logits[None].float().clone(), scores[None].clone()))
+            self.record.append((logits[None].to(scores.device, torch.float32, copy=True), scores[None].clone()))
         return int(self.noised(text, scores).argmax())
 
     @property
