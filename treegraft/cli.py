@@ -274,12 +274,13 @@ def generate(
     top_p: TopP = 1.0,
     repetition_penalty: Penalty = 1.0,
     seed: Seed = 0,
+    monitor: Annotated[
+        bool, typer.Option(help="Draft less where drafting makes the text slower than one-token steps.")
+    ] = True,
     stats: Annotated[bool, typer.Option("--stats", help="Say on stderr what the rounds did.")] = False,
 ) -> None:
     """Decode one prompt and stream the answer."""
-    from treegraft.data.prompts import Conversation, Prompt
-    from treegraft.runtime.decode import decode
-    from treegraft.runtime.sampling import Chooser
+    from treegraft.runtime.decoder import Decoder
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
@@ -288,25 +289,16 @@ def generate(
     plan = _plans([schedule], drafting, cut, _profile(latency), rho)[0]
     models = _load_needed([plan], target, medium, device, dtype, medium_dtype)
     _check_models([plan], models)
-    asked = Prompt("prompt", "0", text=text) if raw else Prompt("prompt", "0", turns=(text,))
-    tokenizer = models[0].tokenizer
-    ids = Conversation(asked, tokenizer).ids(0)
-    chooser = Chooser.make(temperature, top_k, top_p, repetition_penalty, seed)
-    tokens: list[int] = []
-    shown = ""
-
-    def stream(new: list[int]) -> None:
-        nonlocal shown
-        tokens.extend(new)
-        now = tokenizer.decode(tokens, skip_special_tokens=True)
-        if not now.endswith("\ufffd"):  # half a character: wait for the rest of its bytes
-            print(now[len(shown) :], end="", flush=True)
-            shown = now
-
-    decoded = decode(*models, ids, plan, max_new_tokens, chooser, on_tokens=stream)
-    print(tokenizer.decode(tokens, skip_special_tokens=True)[len(shown) :])
+    decoder = Decoder(*models, plan, monitor=monitor)
+    stream = decoder.stream(
+        text if raw else [{"role": "user", "content": text}], max_new_tokens, temperature, top_k, top_p,
+        repetition_penalty, seed,
+    )  # fmt: skip
+    for piece in stream:
+        print(piece, end="", flush=True)
+    print()
     if stats:
-        console.print(_stats(decoded), markup=False)
+        console.print(_stats(stream.answer), markup=False)
 
 
 def _stats(decoded: Any) -> str:
@@ -324,6 +316,13 @@ def _stats(decoded: Any) -> str:
         }
         said += "; a round: " + ", ".join(f"{sum(v) / len(rounds):.2f} {name}" for name, v in figures.items())
         said += "; ms: " + ", ".join(f"{part} {sum(r.ms[part] for r in rounds):.0f}" for part in rounds[0].ms)
+    for drop in decoded.drops:
+        said += (
+            f"; {drop.schedule} from token {drop.position} on, since {drop.ms:.1f} ms a token were more than "
+            f"{drop.one_token_ms:.1f} without drafting"
+        )
+    if decoded.drift is not None:
+        said += f"; T_tgt / T_mid {decoded.drift:.2f} times the artifact's"
     return said
 
 

@@ -1,6 +1,6 @@
 """The lossless tree decoder: draft a tree, verify it in one target forward, commit what the target agrees with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -42,16 +42,29 @@ class Round:
         return sum(count > 0 for count in self.tokens)
 
 
+@dataclass(frozen=True)
+class Drop:
+    """Where the monitor gave up a schedule that made the text slower than one-token steps; times in ms a token."""
+
+    position: int  # answer tokens before the first round that it changed
+    schedule: str  # what the rounds from there on follow: small or autoregressive
+    ms: float  # of the rounds before
+    one_token_ms: float  # of the one-token steps that they were compared with
+
+
 @dataclass
 class Decoded:
     """An answer (token ids, end of sequence included) and how it came about. Times are in ms, prompt included.
 
-    `uncertainty[i]` is the target's entropy and margin (see `uncertainty`) where it chose token i.
+    `uncertainty[i]` is the target's entropy and margin (see `uncertainty`) where it chose token i. `drops` and `drift`
+    are what the clock was watched for, where it was (see `runtime.monitor`).
     """
 
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
     uncertainty: list[tuple[float, float]] = field(default_factory=list)  # of each token's choice, where measured
+    drops: list[Drop] = field(default_factory=list)
+    drift: float | None = None  # measured T_tgt / T_mid over the artifact's
     first_token_ms: float = 0.0
     total_ms: float = 0.0
 
@@ -98,15 +111,35 @@ def decode(
     plan: Plan,
     max_new_tokens: int,
     chooser: Chooser | None = None,
-    on_tokens: Callable[[list[int]], None] | None = None,
     on_tree: Callable[[DraftTree, list[int], list[int]], None] | None = None,
     measure: bool = False,
 ) -> Decoded:
     """Decode one answer; the text is the target's own whatever the plan.
 
-    Raises ContextError for a prompt that is empty or too long. `on_tokens` receives each round's new tokens,
-    `on_tree` its draft tree with the kept and the accepted nodes;
-    `measure` records the target's uncertainty at each of them.
+    Raises ContextError for a prompt that is empty or too long. `on_tree` receives each round's draft tree with the kept
+    and the accepted nodes; `measure` records the target's uncertainty at each token.
+    """
+    *_, decoded = decode_rounds(target, medium, prompt, plan, max_new_tokens, chooser, on_tree, measure)
+    return decoded
+
+
+def decode_rounds(
+    target: Model,
+    medium: Model | None,
+    prompt: list[int],
+    plan: Plan,
+    max_new_tokens: int,
+    chooser: Chooser | None = None,
+    on_tree: Callable[[DraftTree, list[int], list[int]], None] | None = None,
+    measure: bool = False,
+    ends: Callable[[list[int]], bool] | None = None,
+    steer: Callable[[Decoded], Plan] | None = None,
+) -> Iterator[Decoded]:
+    """As `decode`, round by round: yields the answer as far as it goes, the same object each time, after each forward.
+
+    `ends(text)` says whether the answer ends with the last token of `text` (prompt included), and is asked once after
+    every token; by default it ends with the model's end of sequence. `steer`, asked before every round but the
+    prompt's, gives the round's plan in place of `plan`.
     """
     start = perf_counter()
     chooser = chooser or Chooser()
@@ -114,7 +147,7 @@ def decode(
     check_prompt(target, prompt, max_new_tokens, drafting.depth)
     if medium is not None:
         check_prompt(medium, prompt, max_new_tokens, drafting.depth)
-    ends = end_tokens(target)
+    ended = partial(_ended, len(prompt) + max_new_tokens, ends or partial(_ends_with, end_tokens(target)))
     verifier = TreeForward(target)
     small = NGramDrafter()
     drafter = LMDrafter(medium) if medium is not None else None
@@ -126,6 +159,7 @@ def decode(
     while True:
         # The first round drafts nothing: it is the prompt's forward.
         first = len(text) == len(prompt)
+        now = plan if first or steer is None else steer(decoded)
         clock = _Clock()
         committed, root = text[:-1], text[-1]
         paths = Paths(root, committed, small.longest)
@@ -136,7 +170,7 @@ def decode(
             entropy, margin = decoded.uncertainty[-1] if measure else (0.0, 0.0)
             state = signals.State(
                 tree,
-                drafting.width,
+                now.drafting.width,
                 0,
                 0,
                 len(prompt),
@@ -144,23 +178,19 @@ def decode(
                 entropy,
                 margin,
                 match=partial(_match, small, paths, tree),
-                planned=partial(_planned, tree, drafting),
+                planned=partial(_planned, tree, now.drafting),
                 lag=lag,
                 accepted=[done.accepted for done in decoded.rounds],
             )
-            mask, tokens, read = draft(tree, paths, committed, small, drafter, plan, state, clock)
-        order = tree.ordered(drafting.budget)
-        kept = order[: plan.cut.size([tree.log_s[node] for node in order], len(committed))]
+            mask, tokens, read = draft(tree, paths, committed, small, drafter, now, state, clock)
+        order = tree.ordered(now.drafting.budget)
+        kept = order[: now.cut.size([tree.log_s[node] for node in order], len(committed))]
         clock.lap("rest")
         logits = verifier(committed, paths, [0] + [tree.path[node] for node in kept])
-        accepted, bonus, rows = accept(tree, kept, logits, chooser, text)
+        accepted, emitted, rows, done = accept(tree, kept, logits, chooser, text, ended)
         if measure:
             measured = uncertainty(logits[rows])
         clock.lap("target")
-        emitted = [tree.token[node] for node in accepted] + [bonus]
-        remaining = max_new_tokens - len(decoded.tokens)
-        stop = next((i + 1 for i, token in enumerate(emitted) if token in ends), len(emitted))
-        emitted = emitted[: min(stop, remaining)]
         path = [0] + [tree.path[node] for node in accepted]
         verifier.commit(path)
         if drafter is not None:
@@ -170,23 +200,21 @@ def decode(
         text += emitted
         decoded.tokens += emitted
         if measure:
-            decoded.uncertainty += measured[: len(emitted)]
-        if on_tokens:
-            on_tokens(emitted)
+            decoded.uncertainty += measured
         if on_tree and not first:
             on_tree(tree, kept, accepted)
         clock.lap("rest")
         if first:
             decoded.first_token_ms = (perf_counter() - start) * 1e3
         else:
-            taken = min(len(accepted), len(emitted))
             decoded.rounds.append(
-                Round(len(decoded.tokens) - len(emitted) - 1, lag, mask, tokens, len(tree) - 1, len(kept), taken,
-                      clock.ms, read)
+                Round(len(decoded.tokens) - len(emitted) - 1, lag, mask, tokens, len(tree) - 1, len(kept),
+                      len(accepted), clock.ms, read)
             )  # fmt: skip
-        if len(decoded.tokens) >= max_new_tokens or decoded.tokens[-1] in ends:
-            decoded.total_ms = (perf_counter() - start) * 1e3
-            return decoded
+        decoded.total_ms = (perf_counter() - start) * 1e3
+        yield decoded
+        if done:
+            return
 
 
 def draft(
@@ -234,25 +262,43 @@ def draft(
 
 
 def accept(
-    tree: DraftTree, kept: list[int], logits: torch.Tensor, chooser: Chooser, text: list[int]
-) -> tuple[list[int], int, list[int]]:
+    tree: DraftTree,
+    kept: list[int],
+    logits: torch.Tensor,
+    chooser: Chooser,
+    text: list[int],
+    ended: Callable[[list[int]], bool],
+) -> tuple[list[int], list[int], list[int], bool]:
     """Descend while the target's choice is a kept child; logits row 0 is the root's, row i that of kept[i - 1].
 
-    Returns the accepted nodes, the bonus token, and the rows that chose them.
+    Returns the accepted nodes, the tokens chosen (the nodes' and a bonus token), the rows that chose them, and whether
+    the answer ended: nothing is chosen after its last token, so that it may be an accepted node's, without a bonus.
     """
     row = {0: 0} | {node: i + 1 for i, node in enumerate(kept)}
     choices = logits.argmax(dim=-1).tolist() if chooser.plain else None
-    node, accepted = 0, list[int]()
+    text = text.copy()
+    node, accepted, emitted, rows = 0, list[int](), list[int](), list[int]()
     while True:
-        if choices is not None:
-            token = choices[row[node]]
-        else:
-            token = chooser.choose(text + [tree.token[n] for n in accepted], logits[row[node]])
+        token = choices[row[node]] if choices is not None else chooser.choose(text, logits[row[node]])
+        text.append(token)
+        emitted.append(token)
+        rows.append(row[node])
+        done = ended(text)
         child = tree.find_child(node, token)
         if child is None or child not in row:
-            return accepted, token, [row[n] for n in [0, *accepted]]
+            return accepted, emitted, rows, done
         accepted.append(child)
+        if done:
+            return accepted, emitted, rows, done
         node = child
+
+
+def _ended(length: int, ends: Callable[[list[int]], bool], text: list[int]) -> bool:
+    return ends(text) or len(text) >= length
+
+
+def _ends_with(tokens: set[int], text: list[int]) -> bool:
+    return text[-1] in tokens
 
 
 def uncertainty(logits: torch.Tensor) -> list[tuple[float, float]]:

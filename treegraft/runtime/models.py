@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -112,6 +112,21 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
         lm.set_output_embeddings(_slice_head(lm.get_output_embeddings(), vocabulary))
     pack_linears(lm)
     return Model(name, lm, tokenizer, _context_limit(config), fingerprint, vocabulary)
+
+
+def wrap_model(lm: PreTrainedModel) -> Model:
+    """A causal LM that is in memory already, without a tokenizer or a fingerprint.
+
+    Raises ModelError when the tree decoder cannot serve its architecture or its attention.
+    """
+    name = getattr(lm.config, "name_or_path", "") or type(lm).__name__
+    _check_architecture(name, lm.config)
+    attention = lm.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise ModelError(
+            f"model {name!r}: {attention} attention takes no tree mask; load it with attn_implementation='sdpa'"
+        )
+    return Model(name, lm, cast(Any, None), _context_limit(lm.config), "")
 
 
 def check_pair(target: Model, drafter: Model) -> None:

@@ -7,8 +7,27 @@ from typing import Any
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
-from treegraft.runtime.scheduler import Artifact, ScheduleError, load_artifact, parse_mask
+from treegraft.runtime.scheduler import Artifact, Mask, ScheduleError, load_artifact, parse_mask
 from treegraft.runtime.size import Cut
+
+DEFAULT_CUT = Cut("score", log_s=-2.5)  # where no latency profile says what a node costs
+
+
+def as_plan(schedule: str | Path | Plan) -> Plan:
+    """A plan as it is; else the schedule of that name or file, its trees and cut by default; raises ScheduleError."""
+    return schedule if isinstance(schedule, Plan) else make_plan(str(schedule), Drafting(), DEFAULT_CUT)
+
+
+def calls_medium(plan: Plan) -> bool:
+    """Whether a plan may ever call the medium drafter."""
+    schedule = plan.schedule.schedule if isinstance(plan.schedule, Artifact) else plan.schedule
+    return plan.drafting.depth > 0 and plan.drafting.medium_calls != 0 and schedule != Mask(0)
+
+
+def check_medium(plan: Plan, given: bool) -> None:
+    """Raise ScheduleError where a plan calls a medium drafter and none is `given`."""
+    if calls_medium(plan) and not given:
+        raise ScheduleError(f"schedule {plan.name!r} calls a medium drafter; give one (medium=..., --medium)")
 
 
 def make_plan(name: str, drafting: Drafting, cut: Cut | None) -> Plan:

@@ -25,10 +25,16 @@ def gumbel(seed: int, position: int, size: int) -> np.ndarray:
 
 @dataclass
 class Chooser:
-    """Chooses the target's next token after logits processors; `seed` None is greedy."""
+    """Chooses the target's next token after logits processors; `seed` None is greedy.
+
+    `record`, where it is a list, gets the target's logits and the processed scores of every token chosen, each (1, V).
+    `device` is where processors work; by default where the logits are.
+    """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     seed: int | None = None
+    record: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    device: torch.device | None = None
 
     @classmethod
     def make(
@@ -53,22 +59,35 @@ class Chooser:
             processors.append(TopPLogitsWarper(top_p))
         return cls(processors, seed)
 
+    def processed(self, text: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """The scores after `text` with processors and without noise, from the target's logits there, both (V,)."""
+        # A copy of their own, since processors may write in place.
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        scores = logits[None].to(self.device or logits.device, dtype, copy=bool(self.processors))
+        if self.processors:
+            ids: Any = torch.tensor([text], device=scores.device)
+            scores = self.processors(ids, scores)  # type: ignore[arg-type]
+        return scores[0]
+
+    def noised(self, text: list[int], scores: torch.Tensor) -> torch.Tensor:
+        """`scores` as they are when greedy, else their log-probabilities plus the noise of this position."""
+        if self.seed is None:
+            return scores
+        noise = torch.from_numpy(gumbel(self.seed, len(text), scores.shape[-1])).to(scores.device)
+        return torch.log_softmax(scores, dim=-1) + noise
+
     def scores(self, text: list[int], logits: torch.Tensor) -> torch.Tensor:
         """What is compared to choose the token after `text`, from the target's logits there, both of shape (V,)."""
-        scores = logits[None] if logits.dtype == torch.float64 else logits[None].float()
-        if self.processors:
-            ids: Any = torch.tensor([text], device=logits.device)
-            scores = self.processors(ids, scores)  # type: ignore[arg-type]
-        if self.seed is not None:
-            noise = torch.from_numpy(gumbel(self.seed, len(text), logits.shape[-1])).to(logits.device)
-            scores = torch.log_softmax(scores, dim=-1) + noise
-        return scores[0]
+        return self.noised(text, self.processed(text, logits))
 
     def choose(self, text: list[int], logits: torch.Tensor) -> int:
         """The token that follows `text`."""
-        return int(self.scores(text, logits).argmax())
+        scores = self.processed(text, logits)
+        if self.record is not None:
+            self.record.append((logits[None].to(scores.device, torch.float32, copy=True), scores[None].clone()))
+        return int(self.noised(text, scores).argmax())
 
     @property
     def plain(self) -> bool:
-        """Greedy without processors: an argmax over all rows at once serves."""
-        return not self.processors and self.seed is None
+        """Greedy without processors or record: an argmax over all rows at once serves."""
+        return not self.processors and self.seed is None and self.record is None

@@ -1,0 +1,171 @@
+"""`Decoder`: load once, serve many requests."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self, cast
+
+import torch
+
+from treegraft.runtime.decode import Decoded, Plan, decode_rounds
+from treegraft.runtime.models import Model, check_pair, load_model
+from treegraft.runtime.monitor import Monitor, watch_drift
+from treegraft.runtime.plan import as_plan, check_medium
+from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.scheduler import Artifact, ScheduleError
+
+Prompt = str | Sequence[dict[str, str]] | Sequence[int]
+
+
+@dataclass
+class Answer(Decoded):
+    """A decoded answer with its text, special tokens left out."""
+
+    text: str = ""
+
+
+class Decoder:
+    """A target and its drafters, loaded once for many requests.
+
+    target, medium: a Model, or a name for `load_model` (loaded onto `device` in `dtype`). schedule: small, medium, a
+    mask such as 0b00101, autoregressive, the path of an artifact, or a Plan. monitor: drop to cheaper drafting where it
+    makes a text slower than one-token steps.
+
+    Thread-safe: requests of several threads take turns, round by round. Raises ModelError for models that cannot be
+    loaded or do not belong together, ScheduleError for a schedule that cannot be followed or an artifact's path whose
+    models are others (a Plan is followed whatever it was learned with).
+
+    >>> with Decoder("default", "default-medium", schedule="scheduler.json") as decoder:
+    ...     answer = decoder.generate([{"role": "user", "content": "Why is the sky blue?"}])
+    ...     print(answer.text, len(answer.rounds))
+    """
+
+    def __init__(
+        self,
+        target: Model | str,
+        medium: Model | str | None = None,
+        schedule: str | Path | Plan = "small",
+        device: str = "cpu",
+        dtype: str = "float32",
+        monitor: bool = True,
+    ):
+        self.plan = as_plan(schedule)
+        self.monitor = monitor
+        check_medium(self.plan, medium is not None)
+        loaded = load_model(target, device, dtype) if isinstance(target, str) else target
+        drafter = load_model(medium, device, dtype) if isinstance(medium, str) else medium
+        if drafter is not None:
+            check_pair(loaded, drafter)
+        if not isinstance(schedule, Plan):
+            _check_models(self.plan, {"target": loaded, "medium": drafter})
+        self._models: tuple[Model, Model | None] | None = (loaded, drafter)
+        self._lock = Lock()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+    ) -> Answer:
+        """Answer `prompt`: text (str) to go on with as it is, messages for the model's chat template, or token ids.
+
+        Temperature 0 is greedy; top_k 0, top_p 1 and repetition_penalty 1 are off. Raises ContextError where the prompt
+        is empty or does not fit a model's context with its answer, ValueError where messages meet a tokenizer without a
+        chat template or the decoder is closed.
+        """
+        stream = self.stream(prompt, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed)
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+    ) -> "Stream":
+        """As `generate`, but the text comes piece by piece, one a round. To drop the stream is to end the request."""
+        target, medium = self._loaded()
+        chooser = Chooser.make(temperature, top_k, top_p, repetition_penalty, seed)
+        ids = prompt_ids(target, prompt)
+        steer = Monitor(self.plan) if self.monitor else None
+        rounds = decode_rounds(target, medium, ids, self.plan, max_new_tokens, chooser, steer=steer)
+        return Stream(self._answers(rounds, target, len(ids)))
+
+    def close(self) -> None:
+        """Let go of the models, and of device memory that nobody else uses; requests raise from here on."""
+        self._models = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _loaded(self) -> tuple[Model, Model | None]:
+        if self._models is None:
+            raise ValueError("the decoder is closed; make another")
+        return self._models
+
+    def _answers(self, rounds: Iterator[Decoded], target: Model, prompt_length: int) -> Iterator[Answer]:
+        """The answer after every round, and once more when it is complete."""
+        shown = text = ""
+        while True:
+            with self._lock:
+                decoded = next(rounds, None)
+            if decoded is None:
+                break
+            last = decoded
+            text = str(target.tokenizer.decode(decoded.tokens, skip_special_tokens=True))
+            if not text.endswith("\ufffd"):  # else half a character: wait for the rest of its bytes
+                shown = text
+            yield Answer(**vars(decoded), text=shown)
+        watch_drift(last, self.plan, prompt_length)
+        yield Answer(**vars(last), text=text)
+
+
+class Stream(Iterator[str]):
+    """The pieces of an answer's text; `answer` is the answer as far as it has come, with what the rounds did."""
+
+    def __init__(self, answers: Iterator[Answer]):
+        self.answer = Answer([])
+        self._answers = answers
+
+    def __next__(self) -> str:
+        shown = len(self.answer.text)
+        self.answer = next(self._answers)
+        return self.answer.text[shown:]
+
+
+def _check_models(plan: Plan, models: dict[str, Model | None]) -> None:
+    """Raise ScheduleError where an artifact was learned with other models."""
+    for role, model in models.items():
+        learned = plan.schedule.models.get(role) if isinstance(plan.schedule, Artifact) else None
+        if model is not None and learned not in (None, model.fingerprint):
+            raise ScheduleError(
+                f"{plan.name} was learned with another {role} than {model.name}, or in another precision; distill one "
+                "for these models, or give it as a Plan to follow it all the same"
+            )
+
+
+def prompt_ids(model: Model, prompt: Prompt) -> list[int]:
+    """The token ids of a prompt (see `Decoder.generate`)."""
+    if isinstance(prompt, str):
+        return list(cast(Any, model.tokenizer)(prompt)["input_ids"])
+    if prompt and isinstance(prompt[0], dict):
+        if not model.tokenizer.chat_template:
+            raise ValueError(f"{model.name!r} has no chat template: give raw text (a str, --raw) instead of messages")
+        chat: Any = model.tokenizer.apply_chat_template(cast(Any, prompt), add_generation_prompt=True, return_dict=True)
+        return list(chat["input_ids"])
+    return [int(token) for token in cast(Sequence[int], prompt)]
