@@ -24,7 +24,8 @@ from treegraft.runtime.tree import DraftTree, Paths
 class Round:
     """What one round did. `tokens[k - 1]` are the nodes that step k's medium call processed, lag aside (0: no call).
 
-    `ms` splits the wall time: target, medium, small, signals (with the decision) and rest.
+    `ms` splits the wall time: target, medium, small, signals (with the decision), tree (verification size, caches)
+    and rest.
     """
 
     position: int  # answer tokens before the root
@@ -151,12 +152,13 @@ def decode(
             mask, tokens, read = draft(tree, paths, committed, small, drafter, plan, state, clock)
         order = tree.ordered(drafting.budget)
         kept = order[: plan.cut.size([tree.log_s[node] for node in order], len(committed))]
-        clock.lap("rest")
+        clock.lap("tree")
         logits = verifier(committed, paths, [0] + [tree.path[node] for node in kept])
         accepted, bonus, rows = accept(tree, kept, logits, chooser, text)
+        clock.lap("target")  # reading the choices waits for the device
         if measure:
             measured = uncertainty(logits[rows])
-        clock.lap("target")
+        clock.lap("signals")
         emitted = [tree.token[node] for node in accepted] + [bonus]
         remaining = max_new_tokens - len(decoded.tokens)
         stop = next((i + 1 for i, token in enumerate(emitted) if token in ends), len(emitted))
@@ -165,6 +167,7 @@ def decode(
         verifier.commit(path)
         if drafter is not None:
             drafter.commit(path)
+        clock.lap("tree")
         if drafting.depth:
             small.extend(emitted)
         text += emitted
@@ -280,7 +283,7 @@ class _Clock:
     """Splits a round's wall time into named parts."""
 
     def __init__(self) -> None:
-        self.ms = dict.fromkeys(("target", "medium", "small", "signals", "rest"), 0.0)
+        self.ms = dict.fromkeys(("target", "medium", "small", "signals", "tree", "rest"), 0.0)
         self._last = perf_counter()
 
     def lap(self, part: str) -> None:
