@@ -37,7 +37,7 @@ GENERATE = Rival("generate")
 
 
 def hugging_face(medium: Model) -> list[Rival]:
-    """Prompt lookup and assisted generation, whose draft lengths follow transformers' defaults (a confidence threshold)."""
+    """Prompt lookup, and assisted generation with the draft length that transformers adapts by confidence."""
     lookups = [Rival(f"prompt lookup {count}", {"prompt_lookup_num_tokens": count}) for count in LOOKUPS]
     return [*lookups, Rival("assisted", {"assistant_model": assistant(medium)})]
 
@@ -205,8 +205,8 @@ def best_rivals(records: list[Record], rivals: list[Rival]) -> dict[str, str]:
 def summarise_live(records: list[Record], rivals: list[Rival] = []) -> dict[str, Any]:  # noqa: B006
     """Figures by file and overall: what `evaluate` gives, and what only a live run knows (texts, times by part).
 
-    With `rivals`, `generate` and they have figures too, and so has the schedule `best rival`: each file's fastest, which
-    "best_rival" names. "over" compares every schedule with it, paired by prompt.
+    With `rivals`, `generate` and they have figures too, and so has `best rival`: each file's fastest, as "best_rival"
+    says. "over" compares every schedule with it, paired by prompt.
     """
     shown = as_autoregressive(records)
     if rivals:
@@ -231,7 +231,10 @@ def summarise_live(records: list[Record], rivals: list[Rival] = []) -> dict[str,
 def report_page(summary: dict[str, Any]) -> str:
     """The HTML report of a summary: bars and tables overall and by file, the time by part, and the rivals."""
     overall = summary["overall"]
-    speed = "Total tokens over total time against the faster one-token loop. Lines: 95 % intervals, bootstrapped over prompts."
+    speed = (
+        "Total tokens over total time against the faster of our one-token loop and transformers' generate. "
+        "The lines are 95 % intervals, bootstrapped over prompts."
+    )
     parts = "Shares of the rounds' time, the prompt's forward aside."
     sections = [
         ("Speed", speed, report.bars(overall) + report.table(overall)),
