@@ -67,6 +67,28 @@ class Plan:
     cut: Cut
 
 
+class PromptCache:
+    """Both models' caches, kept from one answer to the next: a later turn of a chat processes its new tokens only.
+
+    Give the same one to `decode` turn after turn. It serves any prompt: what its text shares with the last one from the
+    beginning on is kept, the rest is processed anew. The text is the target's own as without it, up to float ties.
+    """
+
+    def __init__(self, target: Model, medium: Model | None):
+        self.models = (target, medium)
+        self.verifier = TreeForward(target)
+        self.drafter = None if medium is None else LMDrafter(medium)
+        self.text: list[int] = []  # begins with what either model has processed
+
+    def rewind(self, prompt: list[int]) -> None:
+        """Keep what is in common with `prompt`, save its last token, which is the next root."""
+        shared = next((i for i, (a, b) in enumerate(zip(self.text, prompt)) if a != b), len(self.text))
+        for forward in (self.verifier, self.drafter):
+            if forward is not None:
+                forward.rewind(min(shared, len(prompt) - 1))
+        self.text = list(prompt)
+
+
 AUTOREGRESSIVE = Plan("autoregressive", Mask(0), Drafting(depth=0), Cut("none"))
 
 
@@ -102,10 +124,12 @@ def decode(
     on_tokens: Callable[[list[int]], None] | None = None,
     on_tree: Callable[[DraftTree, list[int], list[int]], None] | None = None,
     measure: bool = False,
+    cache: PromptCache | None = None,
 ) -> Decoded:
     """Decode one answer; the text is the target's own whatever the plan.
 
-    Raises ContextError for a prompt that is empty or too long. `on_tokens` receives each round's new tokens,
+    Raises ContextError for a prompt that is empty or too long, ValueError for a `cache` made with other models than
+    these, which keeps what the prompt shares with its last text. `on_tokens` receives each round's new tokens,
     `on_tree` its draft tree with the kept and the accepted nodes;
     `measure` records the target's uncertainty at each of them.
     """
@@ -116,12 +140,14 @@ def decode(
     if medium is not None:
         check_prompt(medium, prompt, max_new_tokens, drafting.depth)
     ends = end_tokens(target)
-    verifier = TreeForward(target)
+    cache = cache or PromptCache(target, medium)
+    if cache.models[0] is not target or cache.models[1] is not medium:
+        raise ValueError("the prompt cache was made with other models; make one with PromptCache(target, medium)")
+    cache.rewind(prompt)
+    verifier, drafter, text = cache.verifier, cache.drafter, cache.text
     small = NGramDrafter()
-    drafter = LMDrafter(medium) if medium is not None else None
     if drafting.depth:
         small.extend(prompt)
-    text = list(prompt)
     decoded = Decoded([])
     measure = measure or not {"target_entropy", "target_margin"}.isdisjoint(plan.schedule.reads)
     while True:

@@ -180,6 +180,13 @@ class TreeForward:
         mask[rows, columns] = 0
         return mask.repeat(self._groups, 1)[None, None]
 
+    def rewind(self, length: int) -> None:
+        """Keep at most the first `length` committed tokens, and no node."""
+        self.seen = min(self.seen, length)
+        self.slots = {}
+        for layer in self.cache.layers:
+            layer.keep(self.seen)  # type: ignore[union-attr]
+
     @torch.inference_mode()
     def commit(self, path: list[int]) -> None:
         """End the round: keep the slots of the longest processed prefix of `path` (root first), drop the others."""
