@@ -143,3 +143,6 @@ def test_a_bench_against_hugging_face_writes_a_report(models: list[str], tmp_pat
     assert set(result["best_rival"]) == {"asked"} and set(result["best_rival"].values()) <= rivals
     page = (tmp_path / "out" / "r.html").read_text()
     assert all(name in page for name in rivals) and page.count("<svg") == 2
+    run("bench", *words, "--against", "hf", asked)
+    said = capsys.readouterr().out
+    assert "best rival: asked " in said and "small over the best rival: " in said

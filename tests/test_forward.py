@@ -122,6 +122,8 @@ def test_the_cache_outgrows_its_first_block(pair) -> None:  # type: ignore[no-un
         assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))
         forward.commit([0])
         committed = [*committed, paths.tokens[0], *text(rng, 3)]
+        for layer in forward.cache.layers:
+            assert layer.keys.shape[-2] <= len(committed) + len(nodes) + GROWTH
 
 
 def test_what_is_not_committed_leaves_no_trace(pair) -> None:  # type: ignore[no-untyped-def]

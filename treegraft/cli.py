@@ -263,8 +263,8 @@ def bench(
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(live.report_page(summary))
     _report(summary, json_out)
-    for file, name in {} if json_out else summary.get("best_rival", {}).items():
-        _say(f"{file}: the best rival is {name}")
+    if rivals and not json_out:
+        _print_rivals(summary, [plan.name for plan in plans], live.BEST_RIVAL)
 
 
 @app.command()
@@ -455,6 +455,15 @@ def _report(result: dict[str, Any], as_json: bool) -> None:
 def _print_figures(figures: dict[str, Any]) -> None:
     for name, value in figures.items():
         console.print(f"  {name}: {value}", markup=False)
+
+
+def _print_rivals(summary: dict[str, Any], ours: list[str], best: str) -> None:
+    """Which rival is each file's best, and what our schedules gain over it."""
+    print("best rival: " + ", ".join(f"{file} {name}" for file, name in summary["best_rival"].items()))
+    for name in ours:
+        over = summary["overall"][name]["over"][best]
+        low, high = over["interval"]
+        print(f"{name} over the best rival: {over['gain']:.3f}, 95 % {low:.3f} .. {high:.3f}, paired by prompt")
 
 
 def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:

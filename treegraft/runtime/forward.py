@@ -20,7 +20,10 @@ LONG_LAG = 64  # tokens; more are caught up without a mask, whose size is their 
 
 
 class SlotLayer(CacheLayerMixin):
-    """A cache layer in a buffer that grows in blocks: a forward writes its slots in place, nothing is concatenated."""
+    """A cache layer in a buffer that grows in blocks: a forward writes its slots in place, nothing is concatenated.
+
+    At most GROWTH slots more than were ever in use at once are held.
+    """
 
     is_sliding = False
 
@@ -41,7 +44,7 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
-            size = max(end, self.keys.shape[-2] * 3 // 2) + GROWTH
+            size = end + GROWTH
             self.keys, self.values = self._grown(self.keys, size), self._grown(self.values, size)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
