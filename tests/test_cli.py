@@ -121,3 +121,28 @@ def test_models_of_different_vocabularies_are_refused(models: list[str], tmp_pat
     other = save_lm(tmp_path / "other", config("llama", layers=1), 0, swap=(3, 4))
     with pytest.raises(ValueError, match="do not share a vocabulary"):
         run("generate", models[0], models[1], "--medium", other, "--prompt", "t1")
+
+
+def test_a_bench_against_hugging_face_writes_a_report(models: list[str], tmp_path: Path, capsys) -> None:
+    asked = write_prompts(tmp_path / "asked.jsonl", 2, seed=3)
+    words = [
+        *models,
+        "--depth",
+        2,
+        "--schedule",
+        "small",
+        "--max-new-tokens",
+        8,
+        "--report",
+        tmp_path / "out" / "r.html",
+    ]
+    run("bench", *words, "--against", "hf", "--json", asked)
+    result = json.loads(capsys.readouterr().out)
+    rivals = {"generate", "prompt lookup 3", "prompt lookup 5", "prompt lookup 10", "assisted"}
+    assert set(result["overall"]) == {"autoregressive", "small", "best rival", *rivals}
+    assert set(result["best_rival"]) == {"asked"} and set(result["best_rival"].values()) <= rivals
+    page = (tmp_path / "out" / "r.html").read_text()
+    assert all(name in page for name in rivals) and page.count("<svg") == 2
+    run("bench", *words, "--against", "hf", asked)
+    said = capsys.readouterr().out
+    assert "best rival: asked " in said and "small over the best rival: " in said

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, VOCABULARY
 
-from treegraft.runtime.forward import GROWTH, TreeForward
+from treegraft.runtime import forward as forwarding
+from treegraft.runtime.forward import GROWTH, LONG_LAG, TreeForward
 from treegraft.runtime.models import Model
 from treegraft.runtime.tree import Paths
 
@@ -121,6 +122,8 @@ def test_the_cache_outgrows_its_first_block(pair) -> None:  # type: ignore[no-un
         assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))
         forward.commit([0])
         committed = [*committed, paths.tokens[0], *text(rng, 3)]
+        for layer in forward.cache.layers:
+            assert layer.keys.shape[-2] <= len(committed) + len(nodes) + GROWTH
 
 
 def test_what_is_not_committed_leaves_no_trace(pair) -> None:  # type: ignore[no-untyped-def]
@@ -137,3 +140,89 @@ def test_what_is_not_committed_leaves_no_trace(pair) -> None:  # type: ignore[no
     paths = random_tree(rng, committed, 10)
     nodes = list(range(len(paths.tokens)))
     torch.testing.assert_close(used(committed, paths, nodes), fresh(committed, paths, nodes), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_long_lag_is_caught_up_before_a_branching_call(pair, kind) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair(kind)
+    rng = random.Random(kind)
+    forward = TreeForward(model)
+    committed = text(rng, LONG_LAG + 5)
+    for more in (LONG_LAG + 1, LONG_LAG, 0):  # with nothing in the cache, with something, and up to the limit
+        paths = random_tree(rng, committed, 8)
+        nodes = list(range(len(paths.tokens)))
+        assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))
+        forward.commit([0])
+        committed = [*committed, paths.tokens[0], *text(rng, more)]
+
+
+def test_the_head_computes_the_rows_that_are_read_and_no_others(pair) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair("llama")
+    rng = random.Random(5)
+    rows: list[int] = []
+    hook = model.lm.get_output_embeddings().register_forward_hook(lambda _, inputs, out: rows.append(out.shape[-2]))
+    forward = TreeForward(model)
+    committed = text(rng, 100)
+    forward(committed, Paths(1, committed, 6), [0])  # a prompt
+    forward.commit([0])
+    committed = [*committed, 1, *text(rng, LONG_LAG + 9)]
+    for lag in (LONG_LAG + 9, 3):
+        paths = random_tree(rng, committed, 6)
+        assert len(committed) - forward.seen == lag
+        forward(committed, paths, [0, 1, 2])
+        forward(committed, paths, [3])
+        forward.commit([0])
+        committed = [*committed, paths.tokens[0], *text(rng, 3)]
+    hook.remove()
+    assert rows == [1, 3, 1, 3, 1]
+
+
+def test_a_tree_forward_copies_no_keys_and_leaves_the_models_own_attention(pair, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair("qwen2")
+    queries: list[tuple[int, ...]] = []
+
+    def watch(query: torch.Tensor, key: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
+        queries.append((query.shape[1], query.shape[2], key.shape[1], key.shape[2]))
+        return attention(query, key, *rest, **named)
+
+    attention = forwarding.scaled_dot_product_attention
+    monkeypatch.setattr(forwarding, "scaled_dot_product_attention", watch)
+    forward = TreeForward(model)
+    committed = text(random.Random(6), 20)
+    paths = random_tree(random.Random(6), committed, 5)
+    forward(committed, paths, [0, 1, 2])
+    # 4 query heads on 2 key heads: two rows for each of 23 tokens, and the cache as it is.
+    assert queries == [(2, 46, 2, 23)] * model.lm.config.num_hidden_layers
+    assert model.lm.config._attn_implementation == "sdpa"
+
+
+def test_slots_that_are_in_place_are_not_moved(pair) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair("llama")
+    forward = TreeForward(model)
+    committed = text(random.Random(7), 9)
+    paths = Paths(3, committed, 6)
+    first, second = paths.child(0, 4), paths.child(0, 5)
+    forward(committed, paths, [0, first, second])
+    before = forward.cache.layers[0].keys[:, :, :12].clone()
+    forward.commit([0, first])
+    assert forward.seen == 11
+    assert torch.equal(forward.cache.layers[0].keys[:, :, :12], before)
+    forward.rewind(9)
+    forward(committed, paths, [0, first, second])
+    forward.commit([0, second])
+    assert torch.equal(forward.cache.layers[0].keys[:, :, 10], before[:, :, 11])
+
+
+def test_a_rewound_cache_continues_another_text(pair) -> None:  # type: ignore[no-untyped-def]
+    model, _ = pair("mistral")
+    rng = random.Random(8)
+    forward = TreeForward(model)
+    committed = text(rng, 30)
+    paths = random_tree(rng, committed, 5)
+    forward(committed, paths, [0, 1])
+    forward.rewind(12)  # in the middle of a round
+    assert forward.seen == 12
+    committed = [*committed[:12], *text(rng, 4)]
+    paths = random_tree(rng, committed, 8)
+    nodes = list(range(len(paths.tokens)))
+    assert_as_alone(model, committed, paths, nodes, forward(committed, paths, nodes))

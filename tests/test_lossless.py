@@ -9,9 +9,10 @@ import pytest
 import tiny
 import torch
 from tiny import ARCHITECTURES, greedy, prompts, same_text
+from torch.utils.hooks import RemovableHandle
 
 from treegraft.runtime import decode as decoding
-from treegraft.runtime.decode import AUTOREGRESSIVE, Decoded, Plan, Round, decode
+from treegraft.runtime.decode import AUTOREGRESSIVE, Decoded, Plan, PromptCache, Round, decode, decode_rounds
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import Curve, LatencyProfile
 from treegraft.runtime.models import Model, load_model
@@ -268,3 +269,51 @@ def test_the_tie_rule_forgives_ties_only(pair) -> None:  # type: ignore[no-untyp
     assert len(tiny.TIES) == before + 1
     assert not same_text(tied, prompt, [*reference[:3], (second + 1) % tiny.VOCABULARY], reference[:4])
     tiny.TIES.pop()
+
+
+def test_a_later_turn_processes_its_new_tokens_only(pair) -> None:  # type: ignore[no-untyped-def]
+    target, medium = pair("llama")
+    cache = PromptCache(target, medium)
+    prompt = PROMPTS[7]
+    first: dict[str, int] = {}  # tokens of each model's first forward in a turn
+
+    def watch(role: str, model: Model) -> RemovableHandle:
+        def note(_: object, inputs: object, output: torch.Tensor) -> None:
+            first.setdefault(role, output.shape[-2])
+
+        return model.lm.get_input_embeddings().register_forward_hook(note)
+
+    hooks = [watch("target", target), watch("medium", medium)]
+    for turn in range(3):
+        first.clear()
+        answer = decode(target, medium, prompt, plan(MEDIUM), TOKENS, cache=cache)
+        if turn == 0:
+            assert first["target"] == len(prompt)
+        else:  # the new tokens, and what no round had processed of the earlier answer
+            assert first["target"] in (3, 4) and first["medium"] < 3 + 2 * (DRAFTING.depth + 1) + DRAFTING.budget
+        later = prompt + answer.tokens + [5, 6, 7]
+        assert same_text(target, prompt, answer.tokens, greedy(target, prompt, TOKENS))
+        prompt = later
+    for hook in hooks:
+        hook.remove()
+
+
+def test_a_prompt_cache_serves_any_next_prompt(pair) -> None:  # type: ignore[no-untyped-def]
+    target, medium = pair("qwen3")
+    cache = PromptCache(target, medium)
+    first = PROMPTS[9] + PROMPTS[11]
+    for prompt in (first, first[:6], first, [*first[:4], 9, 9], [8], first[:-1]):
+        answer = decode(target, medium, prompt, plan(MEDIUM), 12, cache=cache)
+        assert same_text(target, prompt, answer.tokens, greedy(target, prompt, 12))
+
+
+def test_a_prompt_cache_survives_an_interrupted_answer(pair) -> None:  # type: ignore[no-untyped-def]
+    target, medium = pair("mistral")
+    cache = PromptCache(target, medium)
+    for _ in decode_rounds(target, medium, PROMPTS[5], plan(MEDIUM), TOKENS, cache=cache):
+        if len(cache.text) > len(PROMPTS[5]) + 6:
+            break
+    answer = decode(target, medium, PROMPTS[5], plan(MEDIUM), TOKENS, cache=cache)
+    assert same_text(target, PROMPTS[5], answer.tokens, greedy(target, PROMPTS[5], TOKENS))
+    with pytest.raises(ValueError, match="other models"):
+        decode(target, None, PROMPTS[5], plan(0), TOKENS, cache=cache)

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -231,6 +231,15 @@ def bench(
     cut: CutOption = None,
     latency: Latency = None,
     rho: Rho = None,
+    against: Annotated[
+        Literal["hf"] | None,
+        typer.Option(
+            help="hf: also transformers' generate, prompt lookup and assisted generation, on the same models."
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write bars, tables and the time split to this HTML file.")
+    ] = None,
     json_out: Json = False,
 ) -> None:
     """Decode prompts live with every schedule, interleaved in one process, and compare speed and texts."""
@@ -240,11 +249,22 @@ def bench(
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
     wanted = read_prompts(prompts, limit)
     plans = _plans(schedule, drafting, cut, _profile(latency), rho)
-    models = _load_needed(plans, target, medium, device, dtype, medium_dtype)
+    if against:
+        models = _load_pair(target, medium, device, dtype, medium_dtype)
+        rivals = live.hugging_face(models[1])
+    else:
+        models = _load_needed(plans, target, medium, device, dtype, medium_dtype)
+        rivals = []
     _check_models(plans, models)
     with _progress("benching") as update:
-        records = live.run(*models, wanted, plans, max_new_tokens, update)
-    _report(live.summarise_live(records), json_out)
+        records = live.run(*models, wanted, plans, max_new_tokens, update, rivals)
+    summary = live.summarise_live(records, rivals)
+    if report:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(live.report_page(summary))
+    _report(summary, json_out)
+    if rivals and not json_out:
+        _print_rivals(summary, [plan.name for plan in plans], live.BEST_RIVAL)
 
 
 @app.command()
@@ -436,18 +456,28 @@ def _print_figures(figures: dict[str, Any]) -> None:
         console.print(f"  {name}: {value}", markup=False)
 
 
+def _print_rivals(summary: dict[str, Any], ours: list[str], best: str) -> None:
+    """Which rival is each file's best, and what our schedules gain over it."""
+    print("best rival: " + ", ".join(f"{file} {name}" for file, name in summary["best_rival"].items()))
+    for name in ours:
+        over = summary["overall"][name]["over"][best]
+        low, high = over["interval"]
+        print(f"{name} over the best rival: {over['gain']:.3f}, 95 % {low:.3f} .. {high:.3f}, paired by prompt")
+
+
 def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:
     """One table: a row a schedule."""
     table = Table(title=f"{title} (accepted tokens and medium calls a round)", title_justify="left", box=box.SIMPLE)
     for column in ("schedule", "tokens/s", "speedup", "95 %", "accepted", "calls", "text"):
         table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=column != "schedule")
     live = any("text_equal" in m for m in figures.values())
+    a_round = ("accepted_per_round", "medium_calls_per_round")  # unknown of a decoder that is not ours
     for name, m in figures.items():
         low, high = m["speedup_interval"]
         text = ("equal" if m["text_equal"] else f"{m['texts_different']} differ") if live else "replayed"
         table.add_row(
             name, f"{m['tokens_per_second']:.2f}", f"{m['speedup']:.3f}", f"{low:.2f}..{high:.2f}",
-            f"{m['accepted_per_round']:.2f}", f"{m['medium_calls_per_round']:.2f}", text,
+            *((f"{m[of]:.2f}" for of in a_round) if m["rounds"] else ("", "")), text,
         )  # fmt: skip
     Console().print(table)
 

@@ -1,4 +1,4 @@
-"""The demo's report: one HTML file with speedup bars, where the medium drafter is called, and a real round's tree."""
+"""Reports in one HTML file: speedup bars, time by part, where the medium drafter is called, a real round's tree."""
 
 import math
 from html import escape
@@ -86,28 +86,55 @@ def draw_tree(tree: DraftTree, kept: list[int], accepted: list[int], tokenizer: 
     return _svg(150 * (max(tree.depth) + 1), 20 + 26 * max(leaves, 1), parts)
 
 
-def page(sections: list[tuple[str, str, str]]) -> str:
+def page(sections: list[tuple[str, str, str]], title: str = "TreeGraft demo") -> str:
     """The HTML page of (title, explanation, SVG or HTML) sections."""
-    body = "".join(f"<h2>{escape(title)}</h2><p>{escape(text)}</p>{content}" for title, text, content in sections)
+    body = "".join(f"<h2>{escape(head)}</h2><p>{escape(text)}</p>{content}" for head, text, content in sections)
     return (
-        '<!doctype html><meta charset="utf-8"><title>TreeGraft demo</title><style>'
+        f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>'
         "body{font:15px system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
         "td,th{padding:.25em .8em;text-align:right}td:first-child{text-align:left}svg{max-width:100%;height:auto}"
-        f"</style><h1>TreeGraft demo</h1>{body}\n"
+        f"</style><h1>{escape(title)}</h1>{body}\n"
     )
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
     """The figures of each schedule as an HTML table."""
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{m['tokens_per_second']:.2f}</td><td>{m['speedup']:.3f}</td>"
-        f"<td>{m['speedup_interval'][0]:.3f} .. {m['speedup_interval'][1]:.3f}</td>"
-        f"<td>{m['accepted_per_round']:.2f}</td><td>{m['medium_calls_per_round']:.2f}</td>"
-        f"<td>{'equal' if m['text_equal'] else 'differs'}</td></tr>"
+    rows = [
+        [
+            name, f"{m['tokens_per_second']:.2f}", f"{m['speedup']:.3f}", _range(m["speedup_interval"]),
+            *((f"{m['accepted_per_round']:.2f}", f"{m['medium_calls_per_round']:.2f}") if m["rounds"] else ("", "")),
+            "equal" if m["text_equal"] else "differs",
+        ]
         for name, m in figures.items()
-    )
-    heads = ("schedule", "tokens/s", "speedup", "95 % interval", "accepted/round", "medium calls/round", "text")
-    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{rows}</table>"
+    ]  # fmt: skip
+    heads = ["schedule", "tokens/s", "speedup", "95 % interval", "accepted/round", "medium calls/round", "text"]
+    return _table(heads, rows)
+
+
+def over(figures: dict[str, dict[str, Any]], other: str) -> str:
+    """Each schedule's tokens per second over those of `other`, with the paired interval, as an HTML table."""
+    rows = [
+        [name, f"{m['over'][other]['gain']:.3f}", _range(m["over"][other]["interval"])]
+        for name, m in figures.items()
+        if other in m["over"]
+    ]
+    return _table(["schedule", f"over {other}", "95 % interval"], rows)
+
+
+def split(figures: dict[str, dict[str, Any]]) -> str:
+    """The share of the rounds' time that each schedule spent in each part, as an HTML table."""
+    mine = {name: m["time_ms"] for name, m in figures.items() if m["rounds"]}
+    heads = ["schedule", *next(iter(mine.values()), {})]
+    return _table(heads, [[name, *(f"{ms / sum(t.values()):.1%}" for ms in t.values())] for name, t in mine.items()])
+
+
+def _range(interval: list[float]) -> str:
+    return f"{interval[0]:.3f} .. {interval[1]:.3f}"
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{''.join(lines)}</table>"
 
 
 def _svg(width: int, height: int, parts: list[str]) -> str:

@@ -24,7 +24,8 @@ from treegraft.runtime.tree import DraftTree, Paths
 class Round:
     """What one round did. `tokens[k - 1]` are the nodes that step k's medium call processed, lag aside (0: no call).
 
-    `ms` splits the wall time: target, medium, small, signals (with the decision) and rest.
+    `ms` splits the wall time: target, medium, small, signals (with the decision), tree (verification size, caches)
+    and rest.
     """
 
     position: int  # answer tokens before the root
@@ -79,6 +80,28 @@ class Plan:
     cut: Cut
 
 
+class PromptCache:
+    """Both models' caches, kept from one answer to the next: a later turn of a chat processes its new tokens only.
+
+    Give the same one to `decode` turn after turn. It serves any prompt: what its text shares with the last one from the
+    beginning on is kept, the rest is processed anew. The text is the target's own as without it, up to float ties.
+    """
+
+    def __init__(self, target: Model, medium: Model | None):
+        self.models = (target, medium)
+        self.verifier = TreeForward(target)
+        self.drafter = None if medium is None else LMDrafter(medium)
+        self.text: list[int] = []  # begins with what either model has processed
+
+    def rewind(self, prompt: list[int]) -> None:
+        """Keep what is in common with `prompt`, save its last token, which is the next root."""
+        shared = next((i for i, (a, b) in enumerate(zip(self.text, prompt)) if a != b), len(self.text))
+        for forward in (self.verifier, self.drafter):
+            if forward is not None:
+                forward.rewind(min(shared, len(prompt) - 1))
+        self.text = list(prompt)
+
+
 AUTOREGRESSIVE = Plan("autoregressive", Mask(0), Drafting(depth=0), Cut("none"))
 
 
@@ -113,13 +136,15 @@ def decode(
     chooser: Chooser | None = None,
     on_tree: Callable[[DraftTree, list[int], list[int]], None] | None = None,
     measure: bool = False,
+    cache: PromptCache | None = None,
 ) -> Decoded:
     """Decode one answer; the text is the target's own whatever the plan.
 
-    Raises ContextError for a prompt that is empty or too long. `on_tree` receives each round's draft tree with the kept
-    and the accepted nodes; `measure` records the target's uncertainty at each token.
+    Raises ContextError for a prompt that is empty or too long, ValueError for a `cache` made with other models than
+    these; a cache keeps what the prompt shares with its last text. `on_tree` receives each round's draft tree with the
+    kept and the accepted nodes; `measure` records the target's uncertainty at each token.
     """
-    *_, decoded = decode_rounds(target, medium, prompt, plan, max_new_tokens, chooser, on_tree, measure)
+    *_, decoded = decode_rounds(target, medium, prompt, plan, max_new_tokens, chooser, on_tree, measure, cache)
     return decoded
 
 
@@ -132,6 +157,7 @@ def decode_rounds(
     chooser: Chooser | None = None,
     on_tree: Callable[[DraftTree, list[int], list[int]], None] | None = None,
     measure: bool = False,
+    cache: PromptCache | None = None,
     ends: Callable[[list[int]], bool] | None = None,
     steer: Callable[[Decoded], Plan] | None = None,
 ) -> Iterator[Decoded]:
@@ -148,12 +174,14 @@ def decode_rounds(
     if medium is not None:
         check_prompt(medium, prompt, max_new_tokens, drafting.depth)
     ended = partial(_ended, len(prompt) + max_new_tokens, ends or partial(_ends_with, end_tokens(target)))
-    verifier = TreeForward(target)
+    cache = cache or PromptCache(target, medium)
+    if cache.models[0] is not target or cache.models[1] is not medium:
+        raise ValueError("the prompt cache was made with other models; make one with PromptCache(target, medium)")
+    cache.rewind(prompt)
+    verifier, drafter, text = cache.verifier, cache.drafter, cache.text
     small = NGramDrafter()
-    drafter = LMDrafter(medium) if medium is not None else None
     if drafting.depth:
         small.extend(prompt)
-    text = list(prompt)
     decoded = Decoded([])
     measure = measure or not {"target_entropy", "target_margin"}.isdisjoint(plan.schedule.reads)
     while True:
@@ -185,16 +213,18 @@ def decode_rounds(
             mask, tokens, read = draft(tree, paths, committed, small, drafter, now, state, clock)
         order = tree.ordered(now.drafting.budget)
         kept = order[: now.cut.size([tree.log_s[node] for node in order], len(committed))]
-        clock.lap("rest")
+        clock.lap("tree")
         logits = verifier(committed, paths, [0] + [tree.path[node] for node in kept])
         accepted, emitted, rows, done = accept(tree, kept, logits, chooser, text, ended)
+        clock.lap("target")  # reading the choices waits for the device
         if measure:
             measured = uncertainty(logits[rows])
-        clock.lap("target")
+        clock.lap("signals")
         path = [0] + [tree.path[node] for node in accepted]
         verifier.commit(path)
         if drafter is not None:
             drafter.commit(path)
+        clock.lap("tree")
         if drafting.depth:
             small.extend(emitted)
         text += emitted
@@ -326,7 +356,7 @@ class _Clock:
     """Splits a round's wall time into named parts."""
 
     def __init__(self) -> None:
-        self.ms = dict.fromkeys(("target", "medium", "small", "signals", "rest"), 0.0)
+        self.ms = dict.fromkeys(("target", "medium", "small", "signals", "tree", "rest"), 0.0)
         self._last = perf_counter()
 
     def lap(self, part: str) -> None:

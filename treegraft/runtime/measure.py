@@ -39,7 +39,7 @@ def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: D
         **curves,
         small_step_ms=round(mean(r.ms["small"] / steps for r in small.rounds), 4) if small.rounds else 0.0,
         medium_step_ms=_medium_step_ms(called, curves["medium"], len(prompt), steps),
-        round_ms=round(median([r.ms["rest"] for r in small.rounds]), 4) if small.rounds else 0.0,
+        round_ms=round(median([r.ms["tree"] + r.ms["rest"] for r in small.rounds]), 4) if small.rounds else 0.0,
         machine=f"{platform.machine()}, {target.device.type}, {torch.get_num_threads()} threads, {target.lm.dtype}",
     )
 

@@ -57,6 +57,11 @@ class LMDrafter:
         values = self._blocks[block][row, columns].tolist()  # -1 reads the last column, and is dropped here
         return [value if column >= 0 else None for value, column in zip(values, columns)]
 
+    def rewind(self, length: int) -> None:
+        """Keep at most the first `length` committed tokens, for another text that begins with them."""
+        self.forward.rewind(length)
+        self._blocks, self._row, self._best = [], {}, {}
+
     def commit(self, path: list[int]) -> None:
         """End the round; `path` is what was committed (path ids, root first)."""
         self.forward.commit(path)
