@@ -97,9 +97,9 @@ def test_an_interrupted_collection_goes_on_where_it_stopped(pair, tmp_path: Path
 def test_a_prompt_that_cannot_be_decoded_is_reported_and_harms_no_other(pair, tmp_path: Path) -> None:
     target, medium = pair("llama")
     long = Prompt("tiny", "long", text="t1 " * 600)
-    manifest = collect(target, medium, [long, *as_prompts(1)], tmp_path, DRAFTING, Sampling(), TOKENS)
+    manifest, failed = collect(target, medium, [long, *as_prompts(1)], tmp_path, DRAFTING, Sampling(), TOKENS)
     assert [part["prompt"] for part in manifest["parts"]] == ["0"]
-    assert manifest["failed"][0]["prompt"] == "long" and "512" in manifest["failed"][0]["error"]
+    assert failed[0]["prompt"] == "long" and "512" in failed[0]["error"]
 
 
 def test_another_setting_is_refused_by_name_and_an_altered_part_by_its_hash(pair, tmp_path: Path) -> None:
