@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
@@ -124,9 +125,22 @@ def write_part(folder: Path, number: int, decisions: list[dict], leaves: list[di
     for name, schema, rows in (("decisions", DECISIONS, decisions), ("leaves", LEAVES, leaves)):
         path = folder / f"{name}-{number:06d}.parquet"
         table = pa.Table.from_pylist(rows, schema=schema)
-        _whole(path, partial(pq.write_table, table, compression="zstd"))
+        write = partial(
+            pq.write_table, table, use_dictionary=_repeating(schema), compression="zstd", compression_level=9
+        )
+        _whole(path, write)
         part[name] = {"file": path.name, "rows": len(rows), "bytes": path.stat().st_size, "sha256": _sha256(path)}
     return part
+
+
+def _repeating(schema: pa.Schema) -> list[str]:
+    """The columns worth a dictionary: all but floats, whose values hardly repeat within a page."""
+    elements = {field.name: getattr(field.type, "value_type", field.type) for field in schema}
+    return [
+        f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+        for field in schema
+        if not pa.types.is_floating(elements[field.name])
+    ]
 
 
 def check_part(folder: Path, part: dict[str, Any]) -> None:
@@ -214,8 +228,8 @@ def _answers(decisions: pa.Table, leaves: pa.Table, part: dict[str, Any], depth:
     leaf = {name: leaves[name].to_numpy() for name in ("turn", "position", "mask", "q")}
     for turn, (prompt_length, answer_length) in enumerate(part["lengths"]):
         rows = np.flatnonzero(leaf["turn"] == turn)
-        positions = np.unique(leaf["position"][rows])
-        index = {int(position): i for i, position in enumerate(positions)}
+        positions, at = np.unique(leaf["position"][rows], return_inverse=True)
+        masks = leaf["mask"][rows]
         shape = (len(positions), 1 << depth)
         answer = Answer(
             part["file"], part["prompt"], turn, prompt_length, answer_length,
@@ -223,18 +237,23 @@ def _answers(decisions: pa.Table, leaves: pa.Table, part: dict[str, Any], depth:
             np.full((*shape, depth), budget), np.zeros(shape, int), np.zeros((*shape, depth), int),
             np.zeros(shape, bool), positions,
         )  # fmt: skip
-        columns = {name: leaves[name].combine_chunks() for name in ("log_s", "accepted", "tokens")}
-        for row in rows.tolist():
-            at = index[int(leaf["position"][row])], int(leaf["mask"][row])
-            for name, target in (("log_s", answer.log_s), ("accepted", answer.ranks), ("tokens", answer.tokens)):
-                values = columns[name][row].values.to_numpy()
-                target[at][: len(values)] = values
-            answer.q[at] = leaf["q"][row]
-            answer.possible[at] = True
-        masks = np.arange(1 << depth)
-        for row in np.flatnonzero(decided["turn"] == turn).tolist():
-            step = int(decided["step"][row])
-            same = masks & ((1 << (step - 1)) - 1) == decided["mask"][row]
-            answer.signals[index[int(decided["position"][row])], same, step - 1] = signals[row]
+        for name, into in (("log_s", answer.log_s), ("accepted", answer.ranks), ("tokens", answer.tokens)):
+            row, place, values = _lists(leaves[name].take(rows))
+            into[at[row], masks[row], place] = values
+        answer.q[at, masks] = leaf["q"][rows]
+        answer.possible[at, masks] = True
+        for step in range(1, depth + 1):
+            rows = np.flatnonzero((decided["turn"] == turn) & (decided["step"] == step))
+            at_step = np.searchsorted(positions, decided["position"][rows])[:, None]
+            later = np.arange(1 << (depth - step + 1)) << (step - 1)  # the decisions from this one on
+            answer.signals[at_step, decided["mask"][rows][:, None] | later, step - 1] = signals[rows][:, None]
         found.append(answer)
     return found
+
+
+def _lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The values of a list column end to end, with the row that each is in and its place there; each (values,)."""
+    lengths = pc.list_value_length(column).to_numpy()
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    return row, np.arange(len(row)) - starts[row], pc.list_flatten(column).to_numpy()
