@@ -6,8 +6,8 @@
 
     python benchmarks/collect_cost.py --limit 1 --max-new-tokens 64 [PROMPTS.jsonl...]
 
-Times are CPU seconds of this one-threaded process, which other work on the machine disturbs less than wall time;
-forwards and their tokens are counted. Then where the collector's time goes, by a profiler (which inflates Python's share).
+Times are CPU seconds of this one-threaded process, which other work on the machine disturbs less than wall time.
+Forwards and their tokens are counted. Then where the collector's time goes, by a profiler (which inflates Python).
 """
 
 import cProfile
