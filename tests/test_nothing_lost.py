@@ -210,6 +210,7 @@ def test_a_stop_signal_finishes_the_prompt_and_says_how_to_go_on(pair, whole, tm
     child = in_child(command)
     child.join()
     assert child.exitcode == 128 + number
+    assert "3 prompts collected, 0 failed; 9 positions" in said.read_text()
     assert f"stopped by {number.name}; the same command goes on" in said.read_text()
     assert [part["prompt"] for part in read_manifest(out)["parts"]] == ["0", "1", "2"]
     gather(pair, out, 8)

@@ -161,7 +161,12 @@ def collect(
                                    progress=update, stop=lambda: bool(stopped))  # fmt: skip
     for failure in failed:
         _say(f"failed: {failure['file']}/{failure['prompt']}: {failure['error']}")
-    _say(f"{out}: {len(manifest['parts'])} prompts collected, {len(failed)} failed")
+    tables = [part[table] for part in manifest["parts"] for table in ("decisions", "leaves")]
+    logged, size = sum(t["rows"] for t in tables[1::2]) >> depth, sum(t["bytes"] for t in tables)
+    _say(
+        f"{out}: {len(manifest['parts'])} prompts collected, {len(failed)} failed; {logged} positions, "
+        f"{size / max(logged, 1):.0f} bytes each"
+    )
     if failed:
         _say(f"{out / 'failed.jsonl'} names them; the same command with --retry-failed tries them again")
     if stopped:
