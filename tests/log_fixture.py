@@ -99,7 +99,7 @@ def write_log(folder: Path, answers: list[Answer], drafting: Drafting) -> Path:
     """Write answers as a log."""
     folder.mkdir(parents=True)
     manifest = {
-        "version": log.VERSION, "drafting": drafting.as_dict(), "signals": LOGGED, "failed": [], "parts": [],
+        "version": log.VERSION, "drafting": drafting.as_dict(), "positions": "every:1", "signals": LOGGED, "parts": [],
         "models": {role: {"name": role, "fingerprint": f"{role}-print", "dtype": "torch.float32"}
                    for role in ("target", "medium")},
     }  # fmt: skip

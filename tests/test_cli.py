@@ -88,6 +88,19 @@ def test_a_log_of_another_depth_is_refused(models: list[str], tmp_path: Path) ->
         run("evaluate", "--log", tmp_path / "log", "--latency", latency, "--schedule", "0b100")
 
 
+def test_a_log_of_some_positions_is_evaluated_as_an_estimate(models: list[str], tmp_path: Path, capsys) -> None:
+    train, latency = write_prompts(tmp_path / "train.jsonl", 2, seed=1), tmp_path / "latency.json"
+    latency.write_text(json.dumps({name: {"tokens": [1], "ms": [1.0]} for name in ("target", "medium")}))
+    for positions, exact in (("every:1", True), ("every:3", False)):
+        shape = ["--depth", 2, "--max-new-tokens", 8, "--positions", positions]
+        run("collect", *models, *shape, "--out", tmp_path / positions, train)
+        capsys.readouterr()
+        run("evaluate", "--log", tmp_path / positions, "--latency", latency, "--json")
+        said = capsys.readouterr()
+        assert json.loads(said.out)["exact"] is exact
+        assert ("an estimate, not an exact replay" in said.err) is not exact
+
+
 @pytest.mark.parametrize(
     "words, complaint",
     [

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -9,10 +10,12 @@ from tiny import prompts as random_prompts
 
 from treegraft.collect import collector
 from treegraft.collect.collector import Sampling, collect
-from treegraft.data.log import LEAVES, LogError, read_log
+from treegraft.collect.positions import Positions
+from treegraft.data.log import LEAVES, LogError, read_log, read_manifest
 from treegraft.data.prompts import Prompt
 from treegraft.runtime.decode import Plan, decode
 from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.medium import LMDrafter
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.signals import LOGGED, SIGNALS
 from treegraft.runtime.size import Cut
@@ -63,13 +66,81 @@ def test_a_leaf_is_the_tree_that_decoding_that_schedule_drafts(pair, tmp_path: P
     assert compared > 20
 
 
-def test_one_position_costs_one_medium_forward_a_step(pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def drafters_of(monkeypatch: pytest.MonkeyPatch) -> list[LMDrafter]:
+    """The medium drafters that the collector makes from now on."""
+    made: list[LMDrafter] = []
+    monkeypatch.setattr(collector, "LMDrafter", lambda model: made.append(LMDrafter(model)) or made[-1])
+    return made
+
+
+def test_a_block_of_positions_costs_one_medium_forward_a_step(pair, tmp_path: Path, monkeypatch) -> None:
     target, medium = pair("llama")
-    drafters = []
-    made = collector.LMDrafter
-    monkeypatch.setattr(collector, "LMDrafter", lambda model: drafters.append(made(model)) or drafters[-1])
-    collect(target, medium, as_prompts(1), tmp_path, DRAFTING, Sampling(), TOKENS)
-    assert 0 < drafters[0].calls <= DRAFTING.depth * (TOKENS - 1)
+    made = drafters_of(monkeypatch)
+    collect(target, medium, as_prompts(1), tmp_path, DRAFTING, Sampling(), 2 * collector.BLOCK + 1)
+    assert made[0].calls == 2 * DRAFTING.depth
+
+
+def test_neighbouring_positions_share_work_and_nothing_else(pair, tmp_path: Path, monkeypatch) -> None:
+    target, medium = pair("llama")
+    made = drafters_of(monkeypatch)
+    for block in (collector.BLOCK, 1):
+        monkeypatch.setattr(collector, "BLOCK", block)
+        collect(target, medium, as_prompts(2), tmp_path / str(block), DRAFTING, Sampling(), TOKENS)
+    together, alone = ([drafter.tokens for drafter in made[i : i + 2]] for i in (0, 2))
+    assert sum(together) < 0.8 * sum(alone)
+    tables = [rows(tmp_path / str(block), "leaves") for block in (16, 1)]
+    for ours, theirs in zip(*tables, strict=True):
+        np.testing.assert_allclose(ours.pop("log_s"), theirs.pop("log_s"), atol=1e-4)
+        assert ours == theirs
+
+
+def test_fewer_positions_are_logged_as_asked(pair, tmp_path: Path) -> None:
+    target, medium = pair("llama")
+    every = tmp_path / "every:1"
+    collect(target, medium, as_prompts(3), every, DRAFTING, Sampling(), TOKENS)
+    held: dict[str, list[int]] = {}
+    for asked in ("every:4", "sample:0.4"):
+        for folder in (tmp_path / asked, tmp_path / f"{asked} again"):
+            more = {"positions": Positions.parse(asked)}
+            collect(target, medium, as_prompts(3), folder, DRAFTING, Sampling(), TOKENS, **more)
+        assert read_manifest(folder)["positions"] == asked
+        assert rows(tmp_path / asked, "leaves") == rows(folder, "leaves")
+        answers = read_log(folder)[1]
+        held[asked] = [len(answer.positions) for answer in answers]
+        for part, full in zip(answers, read_log(every)[1]):
+            for name in ("ranks", "q", "tokens"):
+                np.testing.assert_array_equal(getattr(part, name), getattr(full, name)[part.positions])
+            np.testing.assert_allclose(part.signals, full.signals[part.positions], atol=1e-4)
+        with pytest.raises(LogError, match="positions"):
+            collect(target, medium, as_prompts(3), folder, DRAFTING, Sampling(), TOKENS)
+    assert held["every:4"] == [3, 3, 3] and len(set(held["sample:0.4"])) > 1
+
+
+@pytest.mark.parametrize("text", ["every:0", "every:1.5", "sample:0", "sample:1.1", "sample:nan", "some", ""])
+def test_a_bad_choice_of_positions_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--positions"):
+        Positions.parse(text)
+
+
+def test_a_sample_is_about_the_share_asked_for() -> None:
+    chosen = Positions.parse("sample:0.25").chosen("an answer", 4000)
+    assert 900 < len(chosen) < 1100
+    assert chosen != Positions.parse("sample:0.25").chosen("another answer", 4000)
+
+
+def test_duckdb_reads_the_log_as_it_is(pair, tmp_path: Path) -> None:
+    target, medium = pair("llama")
+    collect(target, medium, as_prompts(2), tmp_path, DRAFTING, Sampling(), TOKENS)
+    query = "select mask, count(*), sum(len(accepted)) from '{}/leaves-*.parquet' group by mask order by mask"
+    found = duckdb.sql(query.format(tmp_path)).fetchall()
+    leaves = rows(tmp_path, "leaves")
+    accepted = [sum(len(leaf["accepted"]) for leaf in leaves if leaf["mask"] == mask) for mask in range(8)]
+    assert found == [(mask, 2 * (TOKENS - 1), accepted[mask]) for mask in range(8)]
+    joined = duckdb.sql(
+        f"select count(*) from '{tmp_path}/decisions-*.parquet' d join '{tmp_path}/leaves-*.parquet' l using (file, "
+        "prompt, turn, position) where d.step = 1 and l.mask = 0"
+    ).fetchall()
+    assert joined == [(2 * (TOKENS - 1),)]
 
 
 def test_an_interrupted_collection_goes_on_where_it_stopped(pair, tmp_path: Path, monkeypatch) -> None:
@@ -97,9 +168,9 @@ def test_an_interrupted_collection_goes_on_where_it_stopped(pair, tmp_path: Path
 def test_a_prompt_that_cannot_be_decoded_is_reported_and_harms_no_other(pair, tmp_path: Path) -> None:
     target, medium = pair("llama")
     long = Prompt("tiny", "long", text="t1 " * 600)
-    manifest = collect(target, medium, [long, *as_prompts(1)], tmp_path, DRAFTING, Sampling(), TOKENS)
+    manifest, failed = collect(target, medium, [long, *as_prompts(1)], tmp_path, DRAFTING, Sampling(), TOKENS)
     assert [part["prompt"] for part in manifest["parts"]] == ["0"]
-    assert manifest["failed"][0]["prompt"] == "long" and "512" in manifest["failed"][0]["error"]
+    assert failed[0]["prompt"] == "long" and "512" in failed[0]["error"]
 
 
 def test_another_setting_is_refused_by_name_and_an_altered_part_by_its_hash(pair, tmp_path: Path) -> None:

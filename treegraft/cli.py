@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -139,20 +141,60 @@ def collect(
     top_p: TopP = 1.0,
     repetition_penalty: Penalty = 1.0,
     seed: Seed = 0,
+    positions: Annotated[
+        str, typer.Option(help="Which are logged: every:N or sample:F. Only every:1 replays exactly.")
+    ] = "every:1",
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try those of failed.jsonl again.")] = False,
 ) -> None:
     """Decode prompts while forking every invoke-or-skip decision; log signals and realised value."""
     from treegraft.collect.collector import Sampling, collect
+    from treegraft.collect.positions import Positions
     from treegraft.data.prompts import read_prompts
 
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    chosen = Positions.parse(positions)
     wanted = read_prompts(prompts, limit)
     models = _load_pair(target, medium, device, dtype, medium_dtype)
-    with _progress("collecting") as update:
-        manifest = collect(*models, wanted, out, drafting, sampling, max_new_tokens, lambda d, t, _: update(d, t))
-    for failure in manifest["failed"]:
-        _say(f"skipped {failure['file']}/{failure['prompt']}: {failure['error']}")
-    _say(f"{out}: {len(manifest['parts'])} prompts collected, {len(manifest['failed'])} skipped")
+    with _stop_signals() as stopped, _progress("collecting") as update:
+        manifest, failed = collect(*models, wanted, out, drafting, sampling, max_new_tokens, chosen, retry_failed,
+                                   progress=update, stop=lambda: bool(stopped))  # fmt: skip
+    for failure in failed:
+        _say(f"failed: {failure['file']}/{failure['prompt']}: {failure['error']}")
+    tables = [part[table] for part in manifest["parts"] for table in ("decisions", "leaves")]
+    logged, size = sum(t["rows"] for t in tables[1::2]) >> depth, sum(t["bytes"] for t in tables)
+    _say(
+        f"{out}: {len(manifest['parts'])} prompts collected, {len(failed)} failed; {logged} positions, "
+        f"{size / max(logged, 1):.0f} bytes each"
+    )
+    if failed:
+        _say(f"{out / 'failed.jsonl'} names them; the same command with --retry-failed tries them again")
+    if stopped:
+        _say(f"stopped by {stopped[0].name}; the same command goes on at the next prompt", style="red")
+        raise typer.Exit(128 + stopped[0])
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[signal.Signals]]:
+    """Note a first SIGINT or SIGTERM, so that the work in hand is finished; a second one acts at once, as ever."""
+    stopped: list[signal.Signals] = []
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _: Any) -> None:
+        stopped.append(signal.Signals(number))
+        restore()
+        _say("finishing the prompt in hand; once more stops at once")
+
+    for number in usual:
+        signal.signal(number, note)
+    try:
+        yield stopped
+    finally:
+        restore()
 
 
 @app.command("fit-value")
@@ -198,13 +240,18 @@ def evaluate(
     from treegraft.data.log import read_log
     from treegraft.runtime.latency import LatencyProfile
     from treegraft.runtime.scheduler import Mask
+    from treegraft.value_system.estimate import stand_in
     from treegraft.value_system.replay import evaluate
 
     manifest, answers = read_log(log)
+    exact = all(len(answer.positions) == answer.length - 1 for answer in answers)
+    if not exact:
+        answers = stand_in(answers)
+        _say(f"an estimate, not an exact replay: {log} holds the positions {manifest['positions']}", style="yellow")
     drafting = Drafting(**manifest["drafting"])
     measured = LatencyProfile.load(latency)
     plans = _plans(schedule, drafting, cut, measured, rho, same_trees=str(log))
-    result = evaluate(answers, plans, measured)
+    result = {**evaluate(answers, plans, measured), "exact": exact}
     _report(result, json_out)
     for plan in plans:
         if isinstance(plan.schedule, Mask):

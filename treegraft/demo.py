@@ -53,7 +53,7 @@ def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dic
     say(f"collect: {len(train)} training prompts, all {1 << drafting.depth} schedules at every position")
     with progress("collecting") as update:
         collect(target, medium, train, out / "log", drafting, Sampling(), COLLECT["max_new_tokens"],
-                lambda done, total, _: update(done, total))  # fmt: skip
+                progress=update)  # fmt: skip
 
     say("fit-value: when is a call of the medium drafter worth its time?")
     fitted = fit_value(out / "log", profile, out / "value")

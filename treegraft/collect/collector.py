@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 import transformers
 
 import treegraft
-from treegraft.collect.fork import Fork, fork_position, leaf_facts
+from treegraft.collect.fork import Fork, Place, fork_places, leaf_facts
+from treegraft.collect.positions import Positions
 from treegraft.data import log
 from treegraft.data.prompts import Conversation, Prompt, PromptError
 from treegraft.runtime import signals
@@ -22,7 +24,9 @@ from treegraft.runtime.ngram import NGramDrafter
 from treegraft.runtime.sampling import Chooser
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
-from treegraft.runtime.tree import Paths
+from treegraft.runtime.tree import DraftTree, Paths
+
+BLOCK = 16  # positions that share medium forwards
 
 
 @dataclass(frozen=True)
@@ -47,61 +51,89 @@ def collect(
     drafting: Drafting,
     sampling: Sampling,
     max_new_tokens: int,
-    progress: Callable[[int, int, int], None] = lambda done, total, positions: None,
-) -> dict[str, Any]:
-    """Collect `prompts` into `folder`, going on after the prompts that it already holds; returns the manifest.
+    positions: Positions = Positions(),  # noqa: B008
+    retry_failed: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Collect `prompts` into `folder`, going on after those that it holds; returns the manifest and what failed.
 
-    A prompt that is empty or too long is reported in `failed` and does not stop the others. Raises LogError where the
-    folder's log was made with other models or settings. `progress` gets finished prompts, all prompts and positions.
+    A prompt that fails, for whatever reason, goes to failed.jsonl and harms no other; `retry_failed` tries those of the
+    log again. `progress` gets finished prompts and all prompts; `stop` is asked before each prompt.
+    Raises LogError where the log was made with other models or settings, was damaged, or cannot be written.
     """
     if drafting.depth < 1:
         raise ValueError("--depth 0 leaves no decision to log; give at least 1")
-    manifest = _open(folder, _settings(target, medium, drafting, sampling, max_new_tokens))
-    # A part whose files are gone is collected again, under a number of its own.
-    whole = [p for p in manifest["parts"] if all((folder / p[t]["file"]).exists() for t in ("decisions", "leaves"))]
-    number = 1 + max((part["number"] for part in manifest["parts"]), default=-1)
-    manifest["parts"] = whole
-    finished = {(part["file"], part["prompt"]): part["sha256"] for part in manifest["parts"]}
-    positions = 0
-    for done, prompt in enumerate(prompts):
-        progress(done, len(prompts), positions)
-        if known := finished.get((prompt.file, prompt.id)):
-            if known != prompt.sha256():
+    folder.mkdir(parents=True, exist_ok=True)
+    with log.locked(folder):
+        manifest = _open(folder, _settings(target, medium, drafting, sampling, max_new_tokens, positions))
+        held = {(p["file"], p["prompt"]): p["sha256"] for p in manifest["parts"]}
+        _check_held(folder, prompts, held)
+        failed = {key: line for line in log.read_failed(folder) if (key := (line["file"], line["prompt"])) not in held}
+        if retry_failed:
+            for prompt in prompts:
+                failed.pop((prompt.file, prompt.id), None)
+        for done, prompt in enumerate(prompts):
+            progress(done, len(prompts))
+            key, sha256 = (prompt.file, prompt.id), prompt.sha256()
+            if key in held or (key in failed and failed[key]["sha256"] == sha256):
+                continue
+            if stop():
+                return manifest, list(failed.values())
+            keys = {"file": prompt.file, "prompt": prompt.id, "sha256": sha256}
+            try:
+                *rows, lengths = collect_prompt(target, medium, prompt, drafting, sampling, max_new_tokens, positions)
+            except Exception as error:
+                failed[key] = {**keys, "error": _describe(error)}
+                log.write_failed(folder, failed.values())
+                continue
+            failed.pop(key, None)
+            try:
+                number = 1 + max((part["number"] for part in manifest["parts"]), default=-1)
+                part = log.write_part(folder, number, *rows)
+                manifest["parts"].append({"number": number, **keys, "lengths": lengths, **part})
+                log.write_manifest(folder, manifest)
+                log.write_failed(folder, failed.values())
+            except OSError as error:
+                _write_error(folder, {**failed, key: {**keys, "error": _describe(error)}})
                 raise log.LogError(
-                    f"{folder} holds another prompt {prompt.file}/{prompt.id} than the one given: the file was edited, "
-                    "or two files share a name; collect into another --out"
-                )
-            continue
-        try:
-            decisions, leaves, lengths = collect_prompt(target, medium, prompt, drafting, sampling, max_new_tokens)
-        except (PromptError, ContextError) as error:
-            _forget_failure(manifest, prompt)
-            manifest["failed"].append({"file": prompt.file, "prompt": prompt.id, "error": str(error)})
-            log.write_manifest(folder, manifest)
-            continue
-        _forget_failure(manifest, prompt)
-        part = log.write_part(folder, number, decisions, leaves)
-        keys = {
-            "number": number,
-            "file": prompt.file,
-            "prompt": prompt.id,
-            "sha256": prompt.sha256(),
-            "lengths": lengths,
-        }
-        manifest["parts"].append({**keys, **part})
-        number += 1
-        log.write_manifest(folder, manifest)
-        positions += len(leaves) >> drafting.depth
-    progress(len(prompts), len(prompts), positions)
-    return manifest
+                    f"{folder}: {prompt.file}/{prompt.id} could not be written ({error}); the earlier prompts are "
+                    "safe: make room, then the same command with --retry-failed goes on"
+                ) from error
+        progress(len(prompts), len(prompts))
+    return manifest, list(failed.values())
 
 
-def _forget_failure(manifest: dict[str, Any], prompt: Prompt) -> None:
-    manifest["failed"] = [f for f in manifest["failed"] if (f["file"], f["prompt"]) != (prompt.file, prompt.id)]
+def _write_error(folder: Path, failed: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Note a prompt that could not be written, in the room that deleting its files leaves."""
+    log.tidy(folder, log.read_manifest(folder))
+    with suppress(OSError):  # without the note the prompt is tried again all the same
+        log.write_failed(folder, failed.values())
+
+
+def _describe(error: Exception) -> str:
+    expected = isinstance(error, PromptError | ContextError)
+    return str(error) if expected else f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _check_held(folder: Path, prompts: list[Prompt], held: dict[tuple[str, str], str]) -> None:
+    """Raise LogError where a prompt that the log holds is asked for with another text."""
+    for prompt in prompts:
+        if held.get((prompt.file, prompt.id), prompt.sha256()) != prompt.sha256():
+            raise log.LogError(
+                f"{folder} holds another prompt {prompt.file}/{prompt.id} than the one given: the file was edited, "
+                "or two files share a name; collect into another --out"
+            )
 
 
 def collect_prompt(
-    target: Model, medium: Model, prompt: Prompt, drafting: Drafting, sampling: Sampling, max_new_tokens: int
+    target: Model,
+    medium: Model,
+    prompt: Prompt,
+    drafting: Drafting,
+    sampling: Sampling,
+    max_new_tokens: int,
+    positions: Positions,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[int, int]]]:
     """The rows of both tables for one prompt, and the tokens of prompt and answer, turn by turn."""
     # Any schedule gives the same text; this one is fast wherever forwards are dear.
@@ -114,7 +146,8 @@ def collect_prompt(
         ids = conversation.ids(turn)
         decoded = decode(target, medium, ids, plan, max_new_tokens, sampling.chooser(), measure=True)
         keys = {"file": prompt.file, "prompt": prompt.id, "turn": turn}
-        _collect_answer(medium, ids, decoded.tokens, decoded.uncertainty, drafting, keys, decisions, leaves)
+        chosen = positions.chosen(f"{prompt.sha256()} {turn}", len(decoded.tokens) - 1)
+        _collect_answer(medium, ids, decoded.tokens, decoded.uncertainty, chosen, drafting, keys, decisions, leaves)
         lengths.append((len(ids), len(decoded.tokens)))
         conversation.answer(decoded.tokens)
     return decisions, leaves, lengths
@@ -125,39 +158,53 @@ def _collect_answer(
     prompt: list[int],
     answer: list[int],
     uncertainty: list[tuple[float, float]],
+    chosen: list[int],
     drafting: Drafting,
     keys: dict[str, Any],
     decisions: list[dict[str, Any]],
     leaves: list[dict[str, Any]],
 ) -> None:
-    small, drafter = NGramDrafter(), LMDrafter(medium)
-    small.extend(prompt)
-    for position, root in enumerate(answer[:-1]):
-        start = time.perf_counter()
-        small.extend([root])
-        committed = prompt + answer[:position]
-        paths = Paths(root, committed, small.longest)
-        entropy, margin = uncertainty[position]
+    """Append the rows of the `chosen` positions."""
+    drafter = LMDrafter(medium)
+    smalls = [NGramDrafter() for _ in range(min(BLOCK, len(chosen)))]
+    text = prompt + answer
 
-        def state(fork: Fork, step: int, planned: int, paths=paths, position=position, entropy=entropy, margin=margin):
-            return signals.State(
-                fork.tree, drafting.width, step, fork.mask, len(prompt), position, entropy, margin,
-                match=lambda node: small.match(paths, fork.tree.path[node]), planned=lambda: planned,
-            )  # fmt: skip
+    def state(place: Place, fork: Fork, step: int, planned: int) -> signals.State:
+        entropy, margin = uncertainty[place.position]
+        return signals.State(
+            fork.tree, drafting.width, step, fork.mask, len(prompt), place.position, entropy, margin,
+            match=lambda node: place.small.match(paths, fork.tree.path[node]), planned=lambda: planned,
+        )  # fmt: skip
 
-        rows, forks = fork_position(paths, committed, small, drafter, drafting, state)
-        here = {**keys, "position": position}
+    for start in range(0, len(chosen), BLOCK):
+        begin = time.perf_counter()
+        block = chosen[start : start + BLOCK]
+        committed = prompt + answer[: block[0]]
+        paths = Paths(answer[block[0]], committed, NGramDrafter.longest)
+        known = [0]  # the path of the known text
+        for token in answer[block[0] + 1 : block[-1] + 1]:
+            known.append(paths.child(known[-1], token))
+        places = []
+        for position, small in zip(block, smalls):
+            small.extend(text[len(small.committed) : len(prompt) + position + 1])
+            root = known[position - block[0]]
+            places.append(Place(position, root, small, [Fork(0, DraftTree(path=[root], token=[answer[position]]))]))
+        fork_places(places, paths, committed, drafter, drafting, state)
+        drafter.commit(known)
         lengths = {"prompt_length": len(prompt), "answer_length": len(answer)}
-        for fork in forks:
-            facts = leaf_facts(fork.tree, fork.tokens, answer[position + 1 :], drafting.budget)
-            leaves.append({**here, **lengths, "mask": fork.mask, **facts})
-        drafter.commit([0])
-        ms = (time.perf_counter() - start) * 1e3
-        decisions += [{**here, "token": root, **row, "position_ms": ms} for row in rows]
+        for place in places:
+            here = {**keys, "position": place.position}
+            for fork in place.forks:
+                facts = leaf_facts(fork.tree, fork.tokens, answer[place.position + 1 :], drafting.budget)
+                leaves.append({**here, **lengths, "mask": fork.mask, **facts})
+        ms = (time.perf_counter() - begin) * 1e3 / len(block)
+        for place in places:
+            here = {**keys, "position": place.position, "token": answer[place.position]}
+            decisions += [{**here, **row, "position_ms": ms} for row in place.decisions]
 
 
 def _settings(
-    target: Model, medium: Model, drafting: Drafting, sampling: Sampling, max_new_tokens: int
+    target: Model, medium: Model, drafting: Drafting, sampling: Sampling, max_new_tokens: int, positions: Positions
 ) -> dict[str, Any]:
     return {
         "version": log.VERSION,
@@ -169,6 +216,7 @@ def _settings(
         "drafting": drafting.as_dict(),
         "sampling": asdict(sampling),
         "max_new_tokens": max_new_tokens,
+        "positions": str(positions),
         "signals": signals.LOGGED,
         "versions": {
             "treegraft": treegraft.__version__, "torch": torch.__version__, "transformers": transformers.__version__
@@ -177,17 +225,36 @@ def _settings(
 
 
 def _open(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The folder's manifest, new or one made with the same settings."""
+    """The folder's manifest, new or one made with the same settings, its parts checked.
+
+    A part with a file gone is dropped, and so collected again.
+    """
     if not (folder / log.MANIFEST).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        manifest = {**settings, "parts": [], "failed": []}
+        if parts := [path.name for table in log.TABLES for path in folder.glob(f"{table}-*.parquet")]:
+            raise log.LogError(f"{folder}: holds {parts[0]} but no {log.MANIFEST}; use another --out")
+        manifest = {**settings, "parts": []}
         log.write_manifest(folder, manifest)
         return manifest
     manifest = log.read_manifest(folder)
-    for name, value in settings.items():
-        if name != "versions" and manifest.get(name) != value:
-            raise log.LogError(
-                f"{folder} was collected with {name} = {manifest.get(name)}, not {value}; "
-                "use the same settings to go on, or another --out"
-            )
+    there, here = (_flat({k: s.get(k) for k in settings if k != "versions"}) for s in (manifest, settings))
+    if different := [name for name in there | here if there.get(name) != here.get(name)]:
+        told = ", ".join(f"{name} = {there.get(name)}, not {here.get(name)}" for name in different[:3])
+        raise log.LogError(
+            f"{folder} was collected with {told}; use the same models and settings to go on, or another --out"
+        )
+    whole = [p for p in manifest["parts"] if all((folder / p[t]["file"]).exists() for t in log.TABLES)]
+    for part in whole:
+        log.check_part(folder, part)
+    if whole != manifest["parts"]:
+        manifest["parts"] = whole
+        log.write_manifest(folder, manifest)
+    log.tidy(folder, manifest)
     return manifest
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -1,7 +1,7 @@
-"""All schedules of one text position at once: fork every invoke-or-skip decision (spec section 5)."""
+"""All schedules of some text positions at once: fork every invoke-or-skip decision (spec section 5)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from treegraft.runtime import signals
@@ -20,39 +20,64 @@ class Fork:
     tokens: tuple[int, ...] = ()
 
 
-def fork_position(
+@dataclass
+class Place:
+    """A text position: its root's path, the small drafter as it stands there, and the forks so far.
+
+    `decisions` are the logged signals of its decision points; at the end `forks` are the leaves, one a schedule.
+    """
+
+    position: int  # answer tokens before the root
+    root: int
+    small: NGramDrafter
+    forks: list[Fork]
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+
+
+def fork_places(
+    places: list[Place],
     paths: Paths,
     committed: list[int],
-    small: NGramDrafter,
     medium: LMDrafter,
     drafting: Drafting,
-    state: Callable[[Fork, int, int], signals.State],
-) -> tuple[list[dict[str, Any]], list[Fork]]:
-    """The logged signals of every decision point, and the leaves: one fork per schedule.
+    state: Callable[[Place, Fork, int, int], signals.State],
+) -> None:
+    """Grow every schedule at every place, breadth-first by step; fills `decisions` and `forks`.
 
-    Goes breadth-first, so that the forks of a step share one medium forward over the union of their unprocessed paths:
-    K forwards for all 2^K schedules. `state(fork, step, planned)` describes a fork before a decision.
+    All forks of all places share one medium forward a step. The places' roots lie on one path, the known text, so that
+    a path of one place whose first tokens are that text is a path of a later place: it is processed once for both.
+    `state(place, fork, step, planned)` describes a fork before a decision.
     """
-    decisions = []
-    forks = [Fork(0, DraftTree(token=[paths.tokens[0]]))]
     for step in range(1, drafting.depth + 1):
-        plans = [plan_medium(fork.tree, drafting) for fork in forks]
-        for fork, planned in zip(forks, plans):
-            decisions.append(signals.compute(signals.LOGGED, state(fork, step, len(planned))))
-        calling = [(fork, planned) for fork, planned in zip(forks, plans) if drafting.may_call(fork.mask)]
-        wanted = {fork.tree.path[node] for fork, planned in calling for node in planned}
-        if todo := sorted(path for path in wanted if not medium.processed(path)):
+        plans = [[plan_medium(fork.tree, drafting) for fork in place.forks] for place in places]
+        wanted: set[int] = set()
+        for place, planned in zip(places, plans):
+            for fork, nodes in zip(place.forks, planned):
+                place.decisions.append(signals.compute(signals.LOGGED, state(place, fork, step, len(nodes))))
+                if drafting.may_call(fork.mask):
+                    wanted.update(fork.tree.path[node] for node in nodes)
+        if todo := _unprocessed(wanted, paths, medium):
             medium.process(committed, paths, todo, drafting.children)
-        invoked = []
-        for fork, planned in calling:
-            tree = fork.tree.fork()
-            medium_step(tree, paths, planned, medium, drafting)
-            invoked.append(Fork(fork.mask | 1 << (step - 1), tree, (*fork.tokens, len(planned))))
-        for fork in forks:
-            small_step(fork.tree, paths, small, medium, drafting)
-            fork.tokens += (0,)
-        forks += invoked
-    return decisions, forks
+        for place, planned in zip(places, plans):
+            invoked = []
+            for fork, nodes in zip(place.forks, planned):
+                if drafting.may_call(fork.mask):
+                    tree = fork.tree.fork()
+                    medium_step(tree, paths, nodes, medium, drafting)
+                    invoked.append(Fork(fork.mask | 1 << (step - 1), tree, (*fork.tokens, len(nodes))))
+                small_step(fork.tree, paths, place.small, medium, drafting)
+                fork.tokens += (0,)
+            place.forks += invoked
+
+
+def _unprocessed(wanted: Iterable[int], paths: Paths, medium: LMDrafter) -> list[int]:
+    """Those of `wanted` that the medium drafter has not processed, with such ancestors (the text's); parents first."""
+    todo: set[int] = set()
+    for path in wanted:
+        while path >= 0 and path not in todo and not medium.processed(path):
+            todo.add(path)
+            path = paths.parents[path]
+    return sorted(todo)
 
 
 def leaf_facts(tree: DraftTree, tokens: tuple[int, ...], continuation: list[int], budget: int) -> dict[str, Any]:

@@ -1,23 +1,30 @@
 """The log of a collection: a folder of Parquet parts and a manifest that names only whole parts (docs/log-format.md).
 
 One prompt is one part: `decisions-N.parquet` (a row per decision point) and `leaves-N.parquet` (a row per schedule).
+Files are written aside, flushed and renamed, so that whatever kills the writer, a reader finds whole ones.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
 
 from treegraft.runtime.signals import LOGGED, SIGNALS
 
 VERSION = 1
-MANIFEST = "manifest.json"
+MANIFEST, FAILED, LOCK = "manifest.json", "failed.jsonl", ".lock"
+TABLES = ("decisions", "leaves")
 
 KEYS = [
     pa.field("file", pa.dictionary(pa.int32(), pa.string())),  # base name of the prompt file
@@ -68,27 +75,112 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     _whole(folder / MANIFEST, lambda aside: aside.write_text(json.dumps(manifest, indent=1) + "\n"))
 
 
+def read_failed(folder: Path) -> list[dict[str, Any]]:
+    """The prompts that could not be collected: file, prompt, the prompt's sha256, and the error."""
+    path = folder / FAILED
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    except ValueError as error:
+        raise LogError(f"{path}: not JSON Lines ({error}); delete it, and its prompts are tried again") from error
+
+
+def write_failed(folder: Path, failed: Iterable[dict[str, Any]]) -> None:
+    """Replace failed.jsonl; where nothing failed there is no such file."""
+    lines = [json.dumps(line) + "\n" for line in failed]
+    if lines:
+        _whole(folder / FAILED, lambda aside: aside.write_text("".join(lines)))
+    else:
+        (folder / FAILED).unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder against other collectors; raises LogError while one holds it.
+
+    The lock is the system's and ends with its holder, however that ends: the file that stays behind means nothing.
+    """
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise LogError(f"{folder}: another collector is at work here; wait for it, or use another --out") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def tidy(folder: Path, manifest: dict[str, Any]) -> None:
+    """Delete what a killed writer left: files half written, and parts that the manifest does not name."""
+    named = {part[table]["file"] for part in manifest["parts"] for table in TABLES}
+    for pattern in (".*.partial", *(f"{table}-*.parquet" for table in TABLES)):
+        for path in folder.glob(pattern):
+            if path.name not in named:
+                path.unlink()
+
+
 def write_part(folder: Path, number: int, decisions: list[dict], leaves: list[dict]) -> dict[str, Any]:
     """Write a prompt's two tables, whole or not at all; returns what the manifest says of them."""
     part: dict[str, Any] = {}
     for name, schema, rows in (("decisions", DECISIONS, decisions), ("leaves", LEAVES, leaves)):
         path = folder / f"{name}-{number:06d}.parquet"
         table = pa.Table.from_pylist(rows, schema=schema)
-        _whole(path, lambda aside, table=table: pq.write_table(table, aside, compression="zstd"))
-        part[name] = {
-            "file": path.name, "rows": len(rows), "bytes": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        }  # fmt: skip
+        write = partial(
+            pq.write_table, table, use_dictionary=_repeating(schema), compression="zstd", compression_level=9
+        )
+        _whole(path, write)
+        part[name] = {"file": path.name, "rows": len(rows), "bytes": path.stat().st_size, "sha256": _sha256(path)}
     return part
 
 
-def _whole(path: Path, write: Any) -> None:
+def _repeating(schema: pa.Schema) -> list[str]:
+    """The columns worth a dictionary: all but floats, whose values hardly repeat within a page."""
+    elements = {field.name: getattr(field.type, "value_type", field.type) for field in schema}
+    return [
+        f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+        for field in schema
+        if not pa.types.is_floating(elements[field.name])
+    ]
+
+
+def check_part(folder: Path, part: dict[str, Any]) -> None:
+    """Raise LogError where a file of a part is missing or is not what was written."""
+    for table in TABLES:
+        path = folder / part[table]["file"]
+        if not path.exists():
+            raise LogError(f"{path}: missing, though the manifest names it; `treegraft collect` makes it again")
+        if _sha256(path) != part[table]["sha256"]:
+            raise LogError(
+                f"{path}: altered or truncated since it was collected (its hash differs); delete it, and `treegraft "
+                "collect` makes it again"
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Write aside, flush to disk, rename: a reader sees the old file or the whole new one."""
     aside = path.with_name(f".{path.name}.partial")
-    write(aside)
-    with aside.open("rb") as handle:
-        os.fsync(handle.fileno())
-    aside.rename(path)
+    try:
+        write(aside)
+        _flush(aside)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)  # on a full disk its space is needed
+        raise
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    """Make a file's content, or a folder's renames, outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass
@@ -119,16 +211,11 @@ def read_log(folder: Path) -> tuple[dict[str, Any], list[Answer]]:
     """A log's manifest and its answers; raises LogError for a part that is missing or was altered."""
     manifest = read_manifest(folder)
     answers: list[Answer] = []
+    drafting = manifest["drafting"]
     for part in manifest["parts"]:
-        tables = []
-        for name in ("decisions", "leaves"):
-            path = folder / part[name]["file"]
-            if not path.exists():
-                raise LogError(f"{path}: missing, though the manifest names it; `treegraft collect` makes it again")
-            if hashlib.sha256(path.read_bytes()).hexdigest() != part[name]["sha256"]:
-                raise LogError(f"{path}: altered or truncated since it was collected (its hash differs)")
-            tables.append(pq.read_table(path))
-        answers += _answers(tables[0], tables[1], part, manifest["drafting"]["depth"], manifest["drafting"]["budget"])
+        check_part(folder, part)
+        decisions, leaves = (pq.read_table(folder / part[table]["file"]) for table in TABLES)
+        answers += _answers(decisions, leaves, part, drafting["depth"], drafting["budget"])
     if not answers:
         raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")
     return manifest, answers
@@ -141,8 +228,8 @@ def _answers(decisions: pa.Table, leaves: pa.Table, part: dict[str, Any], depth:
     leaf = {name: leaves[name].to_numpy() for name in ("turn", "position", "mask", "q")}
     for turn, (prompt_length, answer_length) in enumerate(part["lengths"]):
         rows = np.flatnonzero(leaf["turn"] == turn)
-        positions = np.unique(leaf["position"][rows])
-        index = {int(position): i for i, position in enumerate(positions)}
+        positions, at = np.unique(leaf["position"][rows], return_inverse=True)
+        masks = leaf["mask"][rows]
         shape = (len(positions), 1 << depth)
         answer = Answer(
             part["file"], part["prompt"], turn, prompt_length, answer_length,
@@ -150,18 +237,23 @@ def _answers(decisions: pa.Table, leaves: pa.Table, part: dict[str, Any], depth:
             np.full((*shape, depth), budget), np.zeros(shape, int), np.zeros((*shape, depth), int),
             np.zeros(shape, bool), positions,
         )  # fmt: skip
-        columns = {name: leaves[name].combine_chunks() for name in ("log_s", "accepted", "tokens")}
-        for row in rows.tolist():
-            at = index[int(leaf["position"][row])], int(leaf["mask"][row])
-            for name, target in (("log_s", answer.log_s), ("accepted", answer.ranks), ("tokens", answer.tokens)):
-                values = columns[name][row].values.to_numpy()
-                target[at][: len(values)] = values
-            answer.q[at] = leaf["q"][row]
-            answer.possible[at] = True
-        masks = np.arange(1 << depth)
-        for row in np.flatnonzero(decided["turn"] == turn).tolist():
-            step = int(decided["step"][row])
-            same = masks & ((1 << (step - 1)) - 1) == decided["mask"][row]
-            answer.signals[index[int(decided["position"][row])], same, step - 1] = signals[row]
+        for name, into in (("log_s", answer.log_s), ("accepted", answer.ranks), ("tokens", answer.tokens)):
+            row, place, values = _lists(leaves[name].take(rows))
+            into[at[row], masks[row], place] = values
+        answer.q[at, masks] = leaf["q"][rows]
+        answer.possible[at, masks] = True
+        for step in range(1, depth + 1):
+            rows = np.flatnonzero((decided["turn"] == turn) & (decided["step"] == step))
+            at_step = np.searchsorted(positions, decided["position"][rows])[:, None]
+            later = np.arange(1 << (depth - step + 1)) << (step - 1)  # the decisions from this one on
+            answer.signals[at_step, decided["mask"][rows][:, None] | later, step - 1] = signals[rows][:, None]
         found.append(answer)
     return found
+
+
+def _lists(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The values of a list column end to end, with the row that each is in and its place there; each (values,)."""
+    lengths = pc.list_value_length(column).to_numpy()
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    return row, np.arange(len(row)) - starts[row], pc.list_flatten(column).to_numpy()

@@ -75,7 +75,7 @@ def flatten(answers: "Sequence[Answer] | Positions") -> Positions:
         if not np.array_equal(answer.positions, np.arange(answer.length - 1)):
             raise LogError(
                 f"{answer.file}/{answer.prompt} turn {answer.turn}: {len(answer.positions)} of {answer.length - 1} "
-                "positions are logged; a replay needs them all, so collect this prompt again"
+                "positions are logged; an exact replay needs them all: collect with --positions every:1"
             )
     shapes = {(answer.tokens.shape[2], answer.log_s.shape[2]) for answer in answers}
     if len(shapes) > 1:

@@ -1,0 +1,251 @@
+"""Whatever stops a collector, what it gathered stays whole, and a restart ends at an undisturbed run's log."""
+
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiny import prompts as random_prompts
+
+from treegraft.collect import collector
+from treegraft.collect.collector import Sampling, collect
+from treegraft.data import log
+from treegraft.data.log import LogError, read_failed, read_log, read_manifest
+from treegraft.data.prompts import Prompt
+from treegraft.runtime.drafting import Drafting
+
+DRAFTING = Drafting(depth=2, width=2, children=2, budget=6)
+TOKENS = 4
+KILLS = 25
+fork = multiprocessing.get_context("fork")  # children start with the models loaded
+
+
+def as_prompts(count: int) -> list[Prompt]:
+    return [Prompt("tiny", str(i), text=" ".join(f"t{t}" for t in ids)) for i, ids in enumerate(random_prompts(count))]
+
+
+def gather(pair, folder: Path, count: int, **more):  # type: ignore[no-untyped-def]
+    return collect(*pair("llama"), as_prompts(count), folder, DRAFTING, Sampling(), TOKENS, **more)
+
+
+def table(folder: Path, name: str) -> list[dict]:
+    """The rows of a table of every part that the manifest names, in the prompts' order, without the wall times."""
+    parts = sorted(read_manifest(folder)["parts"], key=lambda part: int(part["prompt"]))
+    found = [row for part in parts for row in pq.read_table(folder / part[name]["file"]).to_pylist()]
+    return [{k: v for k, v in row.items() if not k.endswith("_ms")} for row in found]
+
+
+def assert_same_log(folder: Path, whole: Path) -> None:
+    for name in log.TABLES:
+        assert table(folder, name) == table(whole, name)
+    files = {part[name]["file"] for part in read_manifest(folder)["parts"] for name in log.TABLES}
+    assert {path.name for path in folder.iterdir()} - {log.LOCK} == {*files, log.MANIFEST}
+    read_log(folder)
+
+
+def in_child(work: Callable[[], object]):  # type: ignore[no-untyped-def]
+    child = fork.Process(target=work)
+    child.start()
+    return child
+
+
+@pytest.fixture(scope="module")
+def whole(pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed log of 8 prompts."""
+    folder = tmp_path_factory.mktemp("whole")
+    gather(pair, folder, 8)
+    return folder
+
+
+def test_kills_at_random_moments_lose_nothing(pair, whole: Path, tmp_path: Path) -> None:
+    generator = random.Random(0)
+    start = time.perf_counter()
+    gather(pair, tmp_path / "timed", 8)
+    one = (time.perf_counter() - start) / 8  # seconds a prompt
+    kills, log_number = 0, 0
+    while kills < KILLS:
+        folder = tmp_path / str(log_number)
+        child = in_child(lambda: gather(pair, folder, 8))  # noqa: B023
+        time.sleep(generator.uniform(0, 2 * one))
+        child.kill()
+        child.join()
+        if child.exitcode == -signal.SIGKILL:
+            kills += 1
+        else:  # it was done before
+            assert child.exitcode == 0
+            assert_same_log(folder, whole)
+            log_number += 1
+    gather(pair, folder, 8)
+    assert_same_log(folder, whole)
+
+
+def test_a_kill_at_any_write_loses_nothing(pair, whole: Path, tmp_path: Path, monkeypatch) -> None:
+    """os.replace and os.fsync are where a file turns into another; the child kills itself at the n-th of them."""
+    names = ("fsync", "replace")
+    usual = {name: getattr(os, name) for name in names}
+
+    def collect_until(moment: int) -> None:
+        left = iter(range(moment))
+
+        def counted(name: str):  # type: ignore[no-untyped-def]
+            def call(*arguments, **keywords):  # type: ignore[no-untyped-def]
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return usual[name](*arguments, **keywords)
+
+            return call
+
+        for name in names:
+            setattr(os, name, counted(name))
+        gather(pair, tmp_path, 8)
+
+    moment = 0
+    while True:
+        child = in_child(lambda: collect_until(moment))  # noqa: B023
+        child.join()
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        moment = moment % 9 + 1  # a prompt takes nine such calls, so all of them are met
+    assert_same_log(tmp_path, whole)
+
+
+def test_a_second_collector_is_refused_and_a_dead_ones_lock_is_not_in_the_way(pair, whole, tmp_path: Path) -> None:
+    ready = fork.Event()
+
+    def hold() -> None:
+        with log.locked(tmp_path):
+            ready.set()
+            time.sleep(60)
+
+    child = in_child(hold)
+    ready.wait()
+    with pytest.raises(LogError, match="another collector is at work"):
+        gather(pair, tmp_path, 8)
+    child.kill()
+    child.join()
+    assert (tmp_path / log.LOCK).exists()
+    gather(pair, tmp_path, 8)
+    assert_same_log(tmp_path, whole)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[int], None]]:
+    """small_disk(n): no file may grow beyond n bytes, so that writing fails as on a full disk."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def test_a_full_disk_stops_the_collector_and_harms_nothing(pair, whole: Path, tmp_path: Path, small_disk) -> None:
+    gather(pair, tmp_path, 2)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    small_disk(1000)
+    with pytest.raises(LogError, match=r"tiny/2 could not be written .*--retry-failed"):
+        gather(pair, tmp_path, 8)
+    small_disk(resource.RLIM_INFINITY)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert {path.name for path in tmp_path.iterdir()} == {*before, log.FAILED}
+    assert [line["prompt"] for line in read_failed(tmp_path)] == ["2"]
+    gather(pair, tmp_path, 8, retry_failed=True)
+    assert_same_log(tmp_path, whole)
+
+
+def test_a_failed_prompt_is_named_and_retried_when_asked(pair, whole: Path, tmp_path: Path, monkeypatch) -> None:
+    usual = collector.decode
+    errors = {2: torch.OutOfMemoryError("out of memory: tried to allocate 9 GiB"), 4: RuntimeError("a bad weight")}
+    asked: list[int] = []
+
+    def sometimes(*arguments, **keywords):  # type: ignore[no-untyped-def]
+        asked.append(len(asked))
+        if error := errors.get(asked[-1]):
+            raise error
+        return usual(*arguments, **keywords)
+
+    monkeypatch.setattr(collector, "decode", sometimes)
+    _, failed = gather(pair, tmp_path, 8)
+    assert failed == read_failed(tmp_path) and [line["prompt"] for line in failed] == ["2", "4"]
+    assert "OutOfMemoryError: out of memory: tried" in failed[0]["error"] and "a bad weight" in failed[1]["error"]
+    assert [part["prompt"] for part in read_manifest(tmp_path)["parts"]] == ["0", "1", "3", "5", "6", "7"]
+    gather(pair, tmp_path, 8)
+    assert len(asked) == 8  # not tried again unasked
+    gather(pair, tmp_path, 8, retry_failed=True)
+    assert len(asked) == 10 and not (tmp_path / log.FAILED).exists()
+    assert_same_log(tmp_path, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_stop_signal_finishes_the_prompt_and_says_how_to_go_on(pair, whole, tmp_path: Path, number) -> None:
+    import json
+
+    prompts, out, said = tmp_path / "tiny.jsonl", tmp_path / "log", tmp_path / "said"
+    prompts.write_text("".join(json.dumps({"id": p.id, "prompt": p.text}) + "\n" for p in as_prompts(8)))
+    models = [f"--{role}={model.name}" for role, model in zip(("target", "medium"), pair("llama"))]
+    shape = ["--depth=2", "--width=2", "--children=2", "--budget=6", f"--max-new-tokens={TOKENS}"]
+
+    def command() -> None:
+        """`treegraft collect`, which is sent the signal while it decodes its third prompt."""
+        from treegraft import cli
+
+        usual, asked = collector.decode, iter(range(8))
+
+        def signalled(*arguments, **keywords):  # type: ignore[no-untyped-def]
+            if next(asked) == 2:
+                os.kill(os.getpid(), number)
+            return usual(*arguments, **keywords)
+
+        collector.decode = signalled
+        cli.console.file = said.open("w")
+        sys.argv = ["treegraft", "collect", *models, *shape, "--out", str(out), str(prompts)]
+        cli.main()
+
+    child = in_child(command)
+    child.join()
+    assert child.exitcode == 128 + number
+    assert "3 prompts collected, 0 failed; 9 positions" in said.read_text()
+    assert f"stopped by {number.name}; the same command goes on" in said.read_text()
+    assert [part["prompt"] for part in read_manifest(out)["parts"]] == ["0", "1", "2"]
+    gather(pair, out, 8)
+    assert_same_log(out, whole)
+
+
+def test_a_truncated_part_is_found_by_its_hash(pair, whole: Path, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 8)
+    part = tmp_path / read_manifest(tmp_path)["parts"][3]["leaves"]["file"]
+    part.write_bytes(part.read_bytes()[:-1])
+    for use in (read_log, lambda folder: gather(pair, folder, 8)):
+        with pytest.raises(LogError, match=f"{part.name}: altered or truncated"):
+            use(tmp_path)
+    part.unlink()
+    with pytest.raises(LogError, match=f"{part.name}: missing"):
+        read_log(tmp_path)
+    gather(pair, tmp_path, 8)
+    assert_same_log(tmp_path, whole)
+
+
+def test_parts_without_a_manifest_are_left_alone(pair, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 1)
+    (tmp_path / log.MANIFEST).unlink()
+    with pytest.raises(LogError, match=r"holds decisions-000000.parquet but no manifest.json"):
+        gather(pair, tmp_path, 1)
+    assert len(list(tmp_path.glob("*.parquet"))) == 2
+
+
+def test_going_on_with_other_settings_is_refused_by_the_difference(pair, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 1)
+    target, medium = pair("llama")
+    want = (target, medium, as_prompts(1), tmp_path)
+    with pytest.raises(LogError, match=r"drafting\.width = 2, not 3; use"):
+        collect(*want, Drafting(depth=2, width=3, children=2, budget=6), Sampling(), TOKENS)
+    with pytest.raises(LogError, match=r"sampling\.seed = 0, not 1; use"):
+        collect(*want, DRAFTING, Sampling(seed=1), TOKENS)
+    with pytest.raises(LogError, match=r"models\.target\.name = .*, models\.target\.fingerprint = .*, not"):
+        collect(medium, *want[1:], DRAFTING, Sampling(), TOKENS)
