@@ -150,11 +150,16 @@ class Artifact:
         self.fallbacks += 1
         return Mask(self.fallback).decide(step, mask, signals)
 
-    def to_json(self) -> str:
-        """The canonical text: the same artifact gives the same bytes.
+    @property
+    def sha256(self) -> str:
+        """Of the artifact's canonical bytes with nothing between the quotes of `sha256`."""
+        return hashlib.sha256(self._text().encode()).hexdigest()
 
-        Its `sha256` is that of these very bytes with nothing between the quotes of `sha256`.
-        """
+    def to_json(self) -> str:
+        """The canonical text: the same artifact gives the same bytes."""
+        return self._text().replace('"sha256":""', f'"sha256":"{self.sha256}"')
+
+    def _text(self) -> str:
         schedule = self.schedule
         body: dict[str, Any]
         if isinstance(schedule, Mask):
@@ -177,8 +182,7 @@ class Artifact:
             "signals": list(schedule.reads), **body, "drafting": self.drafting, "cut": self.cut,
             "fallback": self.fallback, "expected": self.expected, "vectors": self.vectors,
         }  # fmt: skip
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
-        return text.replace('"sha256":""', f'"sha256":"{hashlib.sha256(text.encode()).hexdigest()}"')
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def load_artifact(path: Path) -> Artifact:
@@ -252,12 +256,13 @@ def _read_schedule(data: Field, depth: int) -> Schedule:
     columns = {name: tree[name].exactly(len(feature)) for name in ("threshold", "left", "right", "value")}
     if not feature:
         raise FieldError("tree.feature is empty; a tree has at least one leaf")
-    last = len(feature) - 1
+    last, children = len(feature) - 1, list[int]()
     for node, signal in enumerate(feature):
         if signal.integer(-1, len(reads) - 1) >= 0:
             # Children come after their parent, so that a walk always ends.
-            for side in ("left", "right"):
-                columns[side][node].integer(node + 1, last)
+            children += [columns[side][node].integer(node + 1, last) for side in ("left", "right")]
+    if sorted(children) != list(range(1, last + 1)):
+        raise FieldError("tree: its nodes make no tree; each one but the first needs exactly one parent")
     return TreeModel(
         tuple(signal.value for signal in feature),
         tuple(threshold.number() for threshold in columns["threshold"]),
