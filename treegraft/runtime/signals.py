@@ -58,6 +58,10 @@ class PlainTree:
             if not 0 <= node < len(parent):
                 raise ValueError(f"new holds node {node}; the tree has {len(parent)}")
 
+    def rank(self, node: int) -> tuple[float, int, int]:
+        """The sort key of the total order (-s, depth, creation)."""
+        return (-self.log_s[node], self.depth[node], node)
+
 
 @dataclass
 class State:
