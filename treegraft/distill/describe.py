@@ -74,8 +74,8 @@ def _origin(artifact: Artifact) -> Iterator[str]:
     cut, models = artifact.cut, artifact.models
     if cut["kind"] == "worth":
         yield f"It expects {1e3 * cut['rho']:.4g} tokens per second of the machine {cut['profile']['machine']!r}."
-    yield f"Trained with target {models.get('target')} and medium drafter {models.get('medium')}, on log {artifact.log}."
-    yield f"{len(artifact.vectors)} test vectors. sha256 {artifact.sha256}."
+    yield f"Trained with target {models.get('target')} and medium drafter {models.get('medium')}."
+    yield f"Training log {artifact.log}; {len(artifact.vectors)} test vectors; sha256 {artifact.sha256}."
 
 
 def _mask(bits: int, artifact: Artifact) -> str:

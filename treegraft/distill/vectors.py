@@ -119,7 +119,7 @@ def _state(row: Row, drafting: Drafting, dice: random.Random) -> dict[str, Any]:
     tree = _grow(int(row["step"]), int(row["mask"]), drafting, dice)
     longest = dice.randint(0, NGramDrafter.longest)
     match = [_match(dice, longest) for _ in range(len(tree))]
-    match[0] = max(0, round(row["root_match"])), _whole(row["root_recency"])
+    match[0] = [max(0, round(row["root_match"])), _whole(row["root_recency"])]
     return {
         "step": int(row["step"]), "mask": int(row["mask"]), "prompt_length": _whole(row["log_prompt_length"]),
         "answer_position": int(row["answer_position"]), "target_entropy": float(f"{row['target_entropy']:.6g}"),
@@ -136,9 +136,9 @@ def _whole(log: float) -> int:
     return max(0, round(math.expm1(log)))
 
 
-def _match(dice: random.Random, longest: int) -> tuple[int, int]:
+def _match(dice: random.Random, longest: int) -> list[int]:
     length = dice.randint(0, longest)
-    return (length, round(math.exp(dice.uniform(0, 6)))) if length else (0, 0)
+    return [length, round(math.exp(dice.uniform(0, 6)))] if length else [0, 0]
 
 
 def _accepted(last: int, mean: float) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ class Field:
         return f"{self.where}.{key}" if self.where else key
 
     def wrong(self, wanted: str) -> FieldError:
-        shown = repr(self.value)
-        return FieldError(f"{self.where} is {shown if len(shown) <= 60 else shown[:57] + '...'}; it must be {wanted}")
+        return FieldError(f"{self.where or 'the file'} is {reprlib.repr(self.value)}; it must be {wanted}")
 
     def fields(self) -> "dict[str, Field]":
         if not isinstance(self.value, dict):
@@ -62,8 +62,8 @@ class Field:
         return self.value
 
     def one_of(self, *known: str) -> str:
-        if self.value not in known or not isinstance(self.value, str):
-            raise self.wrong(f"one of {', '.join(known)}")
+        if not isinstance(self.value, str) or self.value not in known:
+            raise self.wrong(f"one of {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}")
         return self.value
 
     def integer(self, low: int, high: int) -> int:
@@ -79,7 +79,7 @@ class Field:
         return float(self.value)
 
 
-def read_json(path: Path, most: int) -> str:
+def read_text(path: Path, most: int) -> str:
     """The text of a regular file of at most `most` bytes; raises FieldError, never reading more."""
     try:
         if not path.is_file():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.runtime.drafting import Drafting
-from treegraft.runtime.fields import Field, FieldError, parse_json, read_json
+from treegraft.runtime.fields import Field, FieldError, parse_json, read_text
 from treegraft.runtime.signals import SIGNALS
 
 FORMAT, VERSION = "treegraft-scheduler", 2
@@ -191,7 +191,15 @@ def load_artifact(path: Path) -> Artifact:
     Time and memory are bounded whatever the file holds: at most MOST_BYTES are read.
     """
     try:
-        text = read_json(path, MOST_BYTES)
+        text = read_text(path, MOST_BYTES)
+    except FieldError as error:
+        raise ScheduleError(f"{path}: {error}; `treegraft distill` makes an artifact") from error
+    return parse_artifact(text, str(path))
+
+
+def parse_artifact(text: str, name: str) -> Artifact:
+    """An artifact from its text; raises ScheduleError naming `name`, the field at fault and what it should be."""
+    try:
         data = parse_json(text)
         if data["format"].value != FORMAT:
             raise FieldError(f"it is not a {FORMAT} file")
@@ -205,7 +213,7 @@ def load_artifact(path: Path) -> Artifact:
         if artifact.to_json() != text:
             raise FieldError("it was edited: its content no longer gives its sha256 or its canonical bytes")
     except (FieldError, ValueError, RecursionError) as error:
-        raise ScheduleError(f"{path}: {error}; `treegraft distill` makes an artifact") from error
+        raise ScheduleError(f"{name}: {error}; `treegraft distill` makes an artifact") from error
     return artifact
 
 
@@ -239,6 +247,8 @@ def _read_drafting(data: Field) -> Drafting:
 
 def _read_schedule(data: Field, depth: int) -> Schedule:
     reads = tuple(name.one_of(*SIGNALS) for name in data["signals"].items(len(SIGNALS)))
+    if len(set(reads)) < len(reads):
+        raise FieldError("signals names one twice")
     kind = data["kind"].one_of("mask", "rules", "tree")
     if kind == "mask":
         return Mask(data["mask"].integer(0, (1 << depth) - 1))
