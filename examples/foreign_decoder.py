@@ -46,7 +46,8 @@ def generate(target, drafter, prompt, artifact, count):
                 match=lambda node, paths=paths: small(paths[node])[:2],
                 planned=lambda tree=tree: min(tree.visited.count(False), shape["width"]),
             )  # fmt: skip
-            call = artifact.decide(step, mask, compute(artifact.reads, state))
+            left = mask.bit_count() != shape["medium_calls"]
+            call = left and artifact.decide(step, mask, compute(artifact.reads, state))
             frontier, new = sorted(range(entered, len(parent)) if call else new, key=tree.rank)[: shape["width"]], []
             if call:
                 entered, mask, known = len(parent), mask | 1 << (step - 1), len(text)

@@ -116,7 +116,7 @@ def _vector(schedule: Schedule, state: dict[str, Any], drafting: Drafting) -> di
 
 def _state(row: Row, drafting: Drafting, dice: random.Random) -> dict[str, Any]:
     """A state with the context of a row of the log and a tree that random drafters grew."""
-    tree = _grow(int(row["step"]), int(row["mask"]), drafting, dice)
+    tree = grow(int(row["step"]), int(row["mask"]), drafting, dice)
     longest = dice.randint(0, NGramDrafter.longest)
     match = [_match(dice, longest) for _ in range(len(tree))]
     match[0] = [max(0, round(row["root_match"])), _whole(row["root_recency"])]
@@ -150,7 +150,7 @@ def _accepted(last: int, mean: float) -> list[int]:
     return []
 
 
-def _grow(step: int, mask: int, drafting: Drafting, dice: random.Random) -> DraftTree:
+def grow(step: int, mask: int, drafting: Drafting, dice: random.Random) -> DraftTree:
     """The tree before `step` after the earlier decisions of `mask`."""
     tree, paths, drafters = DraftTree(), Paths(0, [], NGramDrafter.longest), _RandomDrafters(dice)
     for earlier in range(1, step):
@@ -197,7 +197,7 @@ def _bend(state: dict[str, Any], drafting: Drafting, dice: random.Random) -> dic
         longest = dice.randint(0, NGramDrafter.longest)
         state["match"] = [state["match"][0], *(_match(dice, longest) for _ in nodes)]
     else:
-        tree = _grow(state["step"], state["mask"], drafting, dice)
+        tree = grow(state["step"], state["mask"], drafting, dice)
         columns = {"parent": tree.parent, "log_p": tree.log_p, "new": tree.new}
         state |= columns | {"visited": [*map(int, tree.visited)], "processed": [*map(int, tree.processed)]}
         state["match"] = [state["match"][0], *(_match(dice, NGramDrafter.longest) for _ in range(len(tree) - 1))]
