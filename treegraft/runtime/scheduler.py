@@ -206,7 +206,7 @@ def parse_artifact(text: str, name: str) -> Artifact:
         if data["version"].value != VERSION:
             raise FieldError(
                 f"version {data['version'].value!r} is not known to this treegraft, which reads version {VERSION}: "
-                "update treegraft, or distill again"
+                "update one or the other"
             )
         artifact = _read_artifact(data)
         # Whatever was not read above, or not written by us, differs here.
