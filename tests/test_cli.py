@@ -64,6 +64,14 @@ def test_the_pipeline_runs_from_profile_to_generate(models: list[str], tmp_path:
         == benched["overall"]["small"]["medium_calls_per_round"]
     )
 
+    run("verify", artifact)
+    assert "sound" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="learned with another medium"):
+        run("generate", *models[:2], "--medium", models[1], "--prompt", "t1", "--raw", "--schedule", artifact)
+    run("generate", *models[:2], "--medium", models[1], "--prompt", "t1", "--raw", "--schedule", artifact, "--force",
+        "--max-new-tokens", 4)  # fmt: skip
+    assert len(capsys.readouterr().out.split()) == 4
+
     texts = set()
     for schedule in ("autoregressive", "small", "medium", artifact):
         run("generate", *models, "--raw", "--prompt", "t1 t2 t3", "--schedule", schedule, "--depth", 3,

@@ -1,5 +1,6 @@
 """Distillation: what ships on logs where the answer is known, its size, its test vectors, its round trip."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +10,17 @@ import pytest
 from log_fixture import PLANTED, PLANTED_PROFILE, planted_log, random_log, write_log
 
 from treegraft.data.log import LogError
-from treegraft.distill.distill import distill, learn, vectors
+from treegraft.distill.distill import distill, learn
 from treegraft.distill.examples import Examples, midpoint
 from treegraft.distill.rules import RulesStudent, sentences
 from treegraft.distill.tree import TreeStudent
+from treegraft.distill.vectors import vectors
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.plan import plan_from_artifact
 from treegraft.runtime.scheduler import Mask, Rule, Rules, TreeModel, load_artifact
 from treegraft.runtime.signals import LOGGED
+from treegraft.runtime.verify import verify
 from treegraft.value_system.replay import NAMES, best_mask, evaluate, fixed_point, flatten, replay
 from treegraft.value_system.value import ValueModel, fit_value, states_of
 
@@ -36,7 +39,7 @@ def value(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["auto", "rules", "tree"])
 def test_a_planted_signal_ships(value: Path, tmp_path: Path, kind: str) -> None:
     report = distill(value, tmp_path / "scheduler.json", kind)
-    artifact = load_artifact(tmp_path / "scheduler.json")
+    artifact = verify(tmp_path / "scheduler.json")
     assert report["ships"] in (("rules", "tree") if kind == "auto" else (kind,))
     assert "root_match" in artifact.reads
     test = planted_log(1)
@@ -48,6 +51,9 @@ def test_a_planted_signal_ships(value: Path, tmp_path: Path, kind: str) -> None:
     assert over["small"]["gain"] > over["best mask"]["gain"] and set(artifact.expected["by_file"]) == {"f0", "f1"}
     assert artifact.fallback == best_mask(planted_log(0), PLANTED_PROFILE, PLANTED) == 0b01
     assert artifact.models == {"target": "target-print", "medium": "medium-print"}
+    assert artifact.log == hashlib.sha256((value.parent / "log" / "manifest.json").read_bytes()).hexdigest()
+    called = artifact.expected["calls"]
+    assert set(called) == {"overall", "f0", "f1"} and 0.3 < called["overall"][0] < 0.7 and called["overall"][1] < 0.1
     assert artifact.cut["kind"] == "worth" and artifact.cut["rho"] == pytest.approx(ideal, rel=0.1)
     assert plan.drafting == PLANTED and plan.cut.profile == PLANTED_PROFILE
     assert len(artifact.vectors) >= 64 and {v["invoke"] for v in artifact.vectors} == {True, False}
@@ -130,15 +136,15 @@ def test_test_vectors_cover_every_way_to_decide(kind: str) -> None:
     model = ValueModel().fit(log, PLANTED_PROFILE, PLANTED)
     student = learn(kind, log, model, PLANTED_PROFILE, PLANTED)
     states = states_of(log, fixed_point(log, student, PLANTED_PROFILE, PLANTED)[1])
-    made = vectors(student, log, states)
+    made = vectors(student, log, states, PLANTED)
     assert len(made) >= 64
-    assert all(student.decide(v["step"], v["mask"], v["signals"]) == v["invoke"] for v in made)
+    assert all(student.decide(v["state"]["step"], v["state"]["mask"], v["signals"]) == v["invoke"] for v in made)
     if isinstance(student, TreeModel):
         leaves = {value for value, feature in zip(student.value, student.feature) if feature < 0}
         assert {student.margin(v["signals"]) for v in made} == leaves
     else:
         for rule in student.rules:
-            assert any(v["step"] == rule.step and rule.holds(v["signals"]) for v in made)
+            assert any(v["state"]["step"] == rule.step and rule.holds(v["signals"]) for v in made)
 
 
 def test_a_student_keeps_to_the_budget_of_medium_calls() -> None:

@@ -51,6 +51,8 @@ Schedules = Annotated[
     list[str],
     typer.Option("--schedule", help="small, medium, a mask such as 0b00101, or a scheduler.json. Repeatable."),
 ]
+ArtifactFile = Annotated[Path, typer.Argument(help="An artifact, from `treegraft distill`.")]
+Force = Annotated[bool, typer.Option("--force", help="Accept an artifact that was learned with other models.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0.0)]
 TopK = Annotated[int, typer.Option(help="0: off.", min=0)]
 TopP = Annotated[float, typer.Option(help="1: off.", min=0.0, max=1.0)]
@@ -228,6 +230,43 @@ def distill(
 
 
 @app.command()
+def inspect(artifact: ArtifactFile) -> None:
+    """Say what an artifact will do: where it calls the medium drafter, how often, and what that is worth."""
+    from treegraft.distill.describe import describe
+    from treegraft.runtime.scheduler import load_artifact
+
+    print(describe(load_artifact(artifact)))
+
+
+@app.command()
+def verify(artifact: ArtifactFile) -> None:
+    """Check an artifact's schema and hash, and recompute its test vectors."""
+    from treegraft.runtime.verify import verify
+
+    sound = verify(artifact)
+    print(f"{artifact}: sound; {len(sound.vectors)} test vectors agree; sha256 {sound.sha256}")
+
+
+@app.command()
+def export(
+    artifact: ArtifactFile,
+    out: Annotated[Path, typer.Option(help="Where the export goes.")],
+    to: Annotated[str, typer.Option("--format", help="c (one C99 header) or onnx.")] = "c",
+) -> None:
+    """Write an artifact's decision for a decoder that runs no Python."""
+    from treegraft.distill.export import to_c, to_onnx
+    from treegraft.runtime.scheduler import load_artifact
+
+    if to not in ("c", "onnx"):
+        raise ValueError(f"--format {to!r}: give c or onnx")
+    sound = load_artifact(artifact)
+    made = to_c(sound).encode() if to == "c" else to_onnx(sound).SerializeToString()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(made)
+    _say(f"{out}: {len(made)} bytes, from {artifact}; check a port with its test vectors (docs/artifact.md)")
+
+
+@app.command()
 def evaluate(
     log: Annotated[Path, typer.Option(help="Log folder.")],
     latency: Annotated[Path, typer.Option(help="Latency profile.")],
@@ -287,6 +326,7 @@ def bench(
     report: Annotated[
         Path | None, typer.Option(help="Write bars, tables and the time split to this HTML file.")
     ] = None,
+    force: Force = False,
     json_out: Json = False,
 ) -> None:
     """Decode prompts live with every schedule, interleaved in one process, and compare speed and texts."""
@@ -302,7 +342,7 @@ def bench(
     else:
         models = _load_needed(plans, target, medium, device, dtype, medium_dtype)
         rivals = []
-    _check_models(plans, models)
+    _check_models(plans, models, force)
     with _progress("benching") as update:
         records = live.run(*models, wanted, plans, max_new_tokens, update, rivals)
     summary = live.summarise_live(records, rivals)
@@ -344,6 +384,7 @@ def generate(
     monitor: Annotated[
         bool, typer.Option(help="Draft less where drafting makes the text slower than one-token steps.")
     ] = True,
+    force: Force = False,
     stats: Annotated[bool, typer.Option("--stats", help="Say on stderr what the rounds did.")] = False,
 ) -> None:
     """Decode one prompt and stream the answer."""
@@ -355,7 +396,7 @@ def generate(
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
     plan = _plans([schedule], drafting, cut, _profile(latency), rho)[0]
     models = _load_needed([plan], target, medium, device, dtype, medium_dtype)
-    _check_models([plan], models)
+    _check_models([plan], models, force)
     decoder = Decoder(*models, plan, monitor=monitor)
     stream = decoder.stream(
         text if raw else [{"role": "user", "content": text}], max_new_tokens, temperature, top_k, top_p,
@@ -458,18 +499,19 @@ def _plans(
     return plans
 
 
-def _check_models(plans: list[Any], models: tuple[Any, Any]) -> None:
-    """Warn where an artifact was learned with other models."""
-    from treegraft.runtime.scheduler import Artifact
+def _check_models(plans: list[Any], models: tuple[Any, Any], force: bool) -> None:
+    """Refuse an artifact that was learned with other models, unless by `force`."""
+    from treegraft.runtime.scheduler import Artifact, ScheduleError
 
     for plan in plans:
         if isinstance(plan.schedule, Artifact):
             for role, model in zip(("target", "medium"), models):
-                if model is not None and plan.schedule.models.get(role) != model.fingerprint:
-                    console.print(
-                        f"{plan.name} was learned with another {role} than {model.name}; the text stays exact, "
-                        "the gain may not", style="yellow",
-                    )  # fmt: skip
+                if model is None or plan.schedule.models.get(role) == model.fingerprint:
+                    continue
+                said = f"{plan.name} was learned with another {role} than {model.name}, or in another precision"
+                if not force:
+                    raise ScheduleError(f"{said}; distill one for these models, or accept this one with --force")
+                _say(f"{said}; the text stays exact, the gain may not", style="yellow")
 
 
 class _progress:

@@ -13,6 +13,7 @@ import numpy as np
 from treegraft.distill.examples import Examples
 from treegraft.distill.rules import RulesStudent, sentences
 from treegraft.distill.tree import TreeStudent
+from treegraft.distill.vectors import vectors
 from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
@@ -22,6 +23,7 @@ from treegraft.value_system.replay import (
     NAMES,
     Positions,
     Record,
+    Replay,
     best_mask,
     fixed_point,
     flatten,
@@ -29,12 +31,11 @@ from treegraft.value_system.replay import (
     replay,
     speedup_draws,
 )
-from treegraft.value_system.value import States, ValueModel, features, load_value, states_of
+from treegraft.value_system.value import ValueModel, features, load_value, states_of
 
 KINDS = ("rules", "tree", "auto")
 TURNS = 3  # of fitting a student and following it
 ELSEWHERE = 0.1  # weight of a decision point that the student does not visit; a visit adds its position's weight
-VECTORS = 64  # test vectors at least
 
 
 def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str, Any]:
@@ -81,11 +82,12 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
             file: {name: gain(_of(held_out[ships], file), _of(held_out[name], file)) for name in baselines}
             for file in sorted({record.file for record in held_out[ships]})
         },
+        "calls": calls(run, drafting.depth),
     }
     models = {role: model["fingerprint"] for role, model in value.manifest["models"].items()}
     artifact = Artifact(
         schedule, drafting.as_dict(), {"kind": "worth", "rho": rho, "profile": asdict(profile)}, fallback, models,
-        expected, vectors(schedule, log, states_of(log, run)),
+        expected, vectors(schedule, log, states_of(log, run), drafting), value.report["log"]["manifest"],
     )  # fmt: skip
     out_path.parent.mkdir(parents=True, exist_ok=True)
     out_path.write_text(artifact.to_json())
@@ -166,37 +168,16 @@ def gain(records: list[Record], base: list[Record]) -> dict[str, Any]:
     return {"gain": ratio, "interval": interval(speedup_draws(tokens, ms, base_tokens, base_ms))}
 
 
+def calls(run: Replay, depth: int) -> dict[str, list[float]]:
+    """The share of a replay's rounds that call the medium drafter at step 1, 2, ..., in all and by file."""
+    file = np.array([answer.file for answer in run.answers])[run.trace["answer"]]
+    called = run.trace["mask"][:, None] >> np.arange(depth) & 1
+    chosen = {"overall": np.ones(len(file), bool), **{name: file == name for name in sorted(set(file.tolist()))}}
+    return {name: [round(share, 6) for share in called[rows].mean(axis=0).tolist()] for name, rows in chosen.items()}
+
+
 def _of(records: list[Record], file: str) -> list[Record]:
     return [record for record in records if record.file == file]
-
-
-def vectors(schedule: Schedule, log: Positions, states: States) -> list[dict[str, Any]]:
-    """Test vectors from the log: one for each way to decide (leaf, or rules that hold), and more up to VECTORS."""
-    ways: dict[Any, dict[str, Any]] = {}
-    others = []
-    for step in range(1, log.depth + 1):
-        values = features(log, states, step)[:, [NAMES.index(name) for name in schedule.reads]].tolist()
-        for index, row in enumerate(values):
-            mask = index % (1 << (step - 1))
-            signals = dict(zip(schedule.reads, row))
-            vector = {"step": step, "mask": mask, "signals": signals}
-            way = _way(schedule, step, mask, signals)
-            if way in ways:
-                others.append(vector)
-            else:
-                ways[way] = vector
-    picked = np.linspace(0, len(others) - 1, min(len(others), max(0, VECTORS - len(ways)))).astype(int)
-    made = [*ways.values(), *(others[i] for i in picked)]
-    return [{**v, "invoke": bool(schedule.decide(v["step"], v["mask"], v["signals"]))} for v in made]
-
-
-def _way(schedule: Schedule, step: int, mask: int, signals: dict[str, float]) -> Any:
-    """What distinguishes how a decision came about."""
-    if isinstance(schedule, Rules):
-        return step, tuple(rule.step == step and rule.holds(signals) for rule in schedule.rules)
-    if isinstance(schedule, TreeModel):
-        return schedule.margin(signals)
-    return step, mask
 
 
 def _summary(report: dict[str, Any], schedule: Schedule, out_path: Path, depth: int, better: bool) -> str:
