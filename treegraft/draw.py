@@ -176,7 +176,7 @@ def in_terminal(drawn: DrawnRound) -> RenderableType:
             str(k), Text(step.drafter, style), str(step.processed or ""), str(len(step.attached)), Text(step.why)
         )
     said = Text.assemble(
-        (f"round {drawn.number}", "bold"), f", after ... {drawn.before[-60:]}", overflow="ellipsis", no_wrap=True
+        (f"round {drawn.number}", "bold"), f", after ... {_last_words(drawn, 10)}", overflow="ellipsis", no_wrap=True
     )
     return Group(said, root, table, Text(outcome(drawn)))
 
@@ -195,27 +195,10 @@ def svg(drawn: DrawnRound) -> str:
 
     Green: small drafter; orange: medium drafter; filled: accepted by the target; faint: drafted but not verified.
     """
-    tree = drawn.tree
-    height = _heights(tree)
-    lines = 1 + max(height)
-    width = max(COLUMN * max(tree.depth) + BOX + 40, 640)
-    top = 78
-    parts = [
-        f'<text x="20" y="24" fill="#777">… {escape(drawn.before[-(width // 8) :])}</text>',
-        *_legend(46),
-    ]
-    verified, path = {0, *drawn.kept}, {0, *drawn.accepted}
-    for node in range(len(tree)):
-        x, y = 20 + COLUMN * tree.depth[node], top + ROW * height[node]
-        if node:
-            px, py = x - COLUMN + BOX, top + ROW * height[tree.parent[node]]
-            stroke = 'stroke="#222" stroke-width="2.5"' if node in path else 'stroke="#bbb"'
-            curve = f"M{px} {py:.0f}C{px + 24} {py:.0f} {x - 24} {y:.0f} {x} {y:.0f}"
-            parts.append(f'<path d="{curve}" fill="none" {stroke}/>')
-    for node in range(len(tree)):
-        x, y = 20 + COLUMN * tree.depth[node], top + ROW * height[node]
-        parts.append(_node(drawn, node, x, y, node in verified, node in path))
-    y = top + ROW * lines + 12
+    tree, bottom = tree_parts(drawn, 78)
+    width = max(COLUMN * max(drawn.tree.depth) + BOX + 40, 640)
+    parts = [f'<text x="20" y="24" fill="#777">… {escape(_last_words(drawn, 12))}</text>', *_legend(46), *tree]
+    y = bottom + 12
     for k, step in enumerate(drawn.steps, start=1):
         colour = COLOURS[step.drafter]
         did = f"{len(step.attached)} new" + (f", {step.processed} processed" if step.processed else "")
@@ -230,10 +213,31 @@ def svg(drawn: DrawnRound) -> str:
             y += 17
         y += 5
     parts.append(f'<text x="20" y="{y + 4}" fill="#555">{escape(outcome(drawn))}</text>')
-    return _picture(width, round(y + 18), parts)
+    return picture(width, round(y + 18), parts)
 
 
-def _heights(tree: DraftTree) -> list[float]:
+def tree_parts(drawn: DrawnRound, top: float) -> tuple[list[str], float]:
+    """The tree alone as SVG elements, its first line of nodes at `top` px; and where it ends."""
+    tree, height, parts = drawn.tree, heights(drawn.tree), []
+    verified, path = {0, *drawn.kept}, {0, *drawn.accepted}
+    for node in range(len(tree)):
+        x, y = 20 + COLUMN * tree.depth[node], top + ROW * height[node]
+        if node:
+            px, py = x - COLUMN + BOX, top + ROW * height[tree.parent[node]]
+            stroke = 'stroke="#222" stroke-width="2.5"' if node in path else 'stroke="#bbb"'
+            curve = f"M{px} {py:.0f}C{px + 24} {py:.0f} {x - 24} {y:.0f} {x} {y:.0f}"
+            parts.append(f'<path d="{curve}" fill="none" {stroke}/>')
+    for node in range(len(tree)):
+        x, y = 20 + COLUMN * tree.depth[node], top + ROW * height[node]
+        parts.append(_node(drawn, node, x, y, node in verified, node in path))
+    return parts, top + ROW * (1 + max(height))
+
+
+def _last_words(drawn: DrawnRound, count: int) -> str:
+    return " ".join(drawn.before.split()[-count:])
+
+
+def heights(tree: DraftTree) -> list[float]:
     """The line of each node: leaves below each other, best s first; a parent in the middle of its children."""
     height = [0.0] * len(tree)
     leaves = 0
@@ -288,7 +292,7 @@ def _legend(y: int) -> list[str]:
     ]
 
 
-def _picture(width: float, height: float, parts: list[str]) -> str:
+def picture(width: float, height: float, parts: list[str]) -> str:
     """An SVG on white, so that it reads on a dark page too."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
