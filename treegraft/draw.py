@@ -261,7 +261,7 @@ def _node(drawn: DrawnRound, node: int, x: float, y: float, verified: bool, acce
     proposer = drawn.tree.proposers[node]
     colour = COLOURS[proposer]
     word = drawn.words[node]
-    shown = word if len(word) <= 9 else word[:8] + "…"
+    shown = word if len(word) <= (9 if node else 14) else word[: 8 if node else 13] + "…"
     parts = [
         f'<rect x="{x}" y="{y - 11:.0f}" width="{BOX}" height="22" rx="6" fill="#fff" stroke="none"/>'
         f'<rect x="{x}" y="{y - 11:.0f}" width="{BOX}" height="22" rx="6" fill="{colour}" '
