@@ -106,9 +106,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     target.tokenizer.save_pretrained(target.name)
     rules = Rules((Rule(1, (("root_match", "<=", 1.0),)), Rule(3, (("lag", "<=", 4.0),))), ("root_match", "lag"))
     models = {"target": target.fingerprint, "medium": medium.fingerprint}
-    signals = {"root_match": 0.0, "lag": 0.0}
-    vectors = [{"step": 1, "mask": 0, "signals": signals, "invoke": True}]
-    artifact = Artifact(rules, Drafting().as_dict(), {"kind": "score", "log_s": -2.5}, 0, models, {}, vectors)
+    artifact = Artifact(rules, Drafting().as_dict(), {"kind": "score", "log_s": -2.5}, 0, models)
     (folder / "scheduler.json").write_text(artifact.to_json())
     return folder, {'"default"': repr(target.name), '"default-medium"': repr(medium.name)}
 
