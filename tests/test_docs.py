@@ -90,7 +90,7 @@ def test_commands_and_options_named_in_the_text_exist(page: Path) -> None:
     for code in re.findall(r"`treegraft ([^`]+)`", page.read_text()):
         name, *words = code.split()
         assert name in COMMANDS, f"{page.name}: treegraft {name}"
-        known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        known = {option for each in COMMANDS[name].params for option in (*each.opts, *each.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known, f"{page.name}: treegraft {code}"
     for block in blocks(page):
         if block.language not in SHELL:
@@ -99,7 +99,7 @@ def test_commands_and_options_named_in_the_text_exist(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A folder with the files that Python blocks name, and tiny models in place of those."""
+    """A folder with the files that Python blocks name, and tiny models in place of the models that they name."""
     folder = tmp_path_factory.mktemp("docs")
     target, medium = make_pair(folder, "llama")
     target.tokenizer.chat_template = "{% for message in messages %}t1 {{ message.content }} t2 {% endfor %}"
@@ -108,7 +108,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     models = {"target": target.fingerprint, "medium": medium.fingerprint}
     artifact = Artifact(rules, Drafting().as_dict(), {"kind": "score", "log_s": -2.5}, 0, models)
     (folder / "scheduler.json").write_text(artifact.to_json())
-    return folder, {'"default"': repr(target.name), '"default-medium"': repr(medium.name)}
+    instead = {"default": target.name, "default-medium": medium.name, "cuda": "cpu"}
+    instead |= {"Qwen/Qwen3-8B": target.name, "Qwen/Qwen3-0.6B": medium.name}
+    return folder, {f'"{name}"': repr(tiny) for name, tiny in instead.items()}
 
 
 @pytest.mark.parametrize(
