@@ -25,7 +25,7 @@ lint: install
 	$(BIN)/mypy
 
 docs: install
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) runs
