@@ -2,7 +2,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint docs clean
 
 install: $(VENV)/installed
 
@@ -23,6 +23,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) runs

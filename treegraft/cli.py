@@ -435,6 +435,53 @@ def _stats(decoded: Any) -> str:
 
 
 @app.command()
+def draw(
+    prompt: Annotated[str, typer.Option(help="The user's message.")],
+    out: Annotated[Path | None, typer.Option(help="Where the picture goes (SVG).")] = None,
+    number: Annotated[
+        int | None,
+        typer.Option("--round", help="Which one, from 1; by default one with both drafters and most accepted.", min=1),
+    ] = None,
+    target: Target = "default",
+    medium: Medium = "default-medium",
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    medium_dtype: MediumDtype = None,
+    schedule: Annotated[str, typer.Option(help="small, medium, a mask, or a scheduler.json.")] = "0b00110",
+    max_new_tokens: MaxNewTokens = 64,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
+    depth: Depth = DEFAULTS.depth,
+    width: Width = DEFAULTS.width,
+    children: Children = DEFAULTS.children,
+    budget: Budget = DEFAULTS.budget,
+    pool: Pool = None,
+    medium_calls: MediumCalls = None,
+    cut: CutOption = None,
+    latency: Latency = None,
+    rho: Rho = None,
+) -> None:
+    """Decode one prompt and draw one of its rounds: who proposed, what was verified and accepted, and why."""
+    from treegraft import draw as drawing
+    from treegraft.data.prompts import Conversation, Prompt
+
+    drafting = Drafting(depth, width, children, budget, pool, medium_calls)
+    plan = _plans([schedule], drafting, cut, _profile(latency), rho)[0]
+    models = _load_needed([plan], target, medium, device, dtype, medium_dtype)
+    _check_models([plan], models)
+    asked = Prompt("prompt", "0", text=prompt) if raw else Prompt("prompt", "0", turns=(prompt,))
+    ids = Conversation(asked, models[0].tokenizer).ids(0)
+    rounds = drawing.watch(*models, plan, ids, max_new_tokens)
+    if len(rounds) < (number or 1):
+        raise ValueError(f"--round {number or 1}: the answer took {len(rounds)} rounds")
+    drawn = rounds[number - 1] if number else drawing.most_telling(rounds)
+    Console().print(drawing.in_terminal(drawn))
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(drawing.svg(drawn), encoding="utf-8")
+        _say(f"{out}: round {drawn.number} of {len(rounds)}")
+
+
+@app.command()
 def demo(out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo")) -> None:
     """The whole pipeline on the default models: profile, collect, fit, distill, then decode faster by it."""
     from treegraft.demo import run_demo

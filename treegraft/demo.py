@@ -13,13 +13,13 @@ from treegraft.collect.collector import Sampling, collect
 from treegraft.data.log import read_log
 from treegraft.data.prompts import Conversation, read_prompts, shipped
 from treegraft.distill.distill import distill
-from treegraft.runtime.decode import Plan, decode
+from treegraft.draw import most_telling, svg, watch
+from treegraft.runtime.decode import Plan
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.measure import call_ms, measure_profile
-from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, Model, check_pair, load_model
+from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, check_pair, load_model
 from treegraft.runtime.plan import plan_from_artifact
 from treegraft.runtime.scheduler import Mask, load_artifact
-from treegraft.runtime.tree import DraftTree
 from treegraft.value_system.replay import best_mask, named_plan
 from treegraft.value_system.value import fit_value
 
@@ -76,23 +76,11 @@ def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dic
     summary = bench.summarise_live(records)
     (out / "bench.json").write_text(json.dumps(summary, indent=1) + "\n")
     ids = Conversation(prompts[0], target.tokenizer).ids(0)
-    picture = draw_round(target, medium, learned, ids, BENCH["max_new_tokens"])
+    rounds = watch(target, medium, learned, ids, BENCH["max_new_tokens"])
+    picture = svg(most_telling(rounds)) if rounds else ""
     (out / "report.html").write_text(_page(summary, records, learned, picture, drafting))
     say(f"done; everything is in {out}, the pictures in {out / 'report.html'}")
     return summary
-
-
-def draw_round(target: Model, medium: Model, plan: Plan, prompt: list[int], max_new_tokens: int) -> str:
-    """SVG of the round with most accepted tokens, among those where both drafters proposed, if any did."""
-    rounds: list[tuple[tuple[bool, int], str]] = []
-
-    def watch(tree: DraftTree, kept: list[int], accepted: list[int]) -> None:
-        both = {"small", "medium"} <= set(tree.proposers)
-        rounds.append(((both, len(accepted)), report.draw_tree(tree, kept, accepted, target.tokenizer)))
-
-    decode(target, medium, prompt, plan, max_new_tokens, on_tree=watch)
-    # The last round may run past the end of the answer.
-    return max(rounds[:-1] or rounds, key=lambda found: found[0])[1] if rounds else ""
 
 
 def _page(summary: dict[str, Any], records: list[bench.Record], learned: Plan, picture: str, drafting: Drafting) -> str:
@@ -107,8 +95,8 @@ def _page(summary: dict[str, Any], records: list[bench.Record], learned: Plan, p
         "The lines are 95 % intervals, bootstrapped over prompts."
     )
     tree = (
-        "Green: proposed by the small drafter. Orange: by the medium drafter. Faint: drafted but not verified. Filled: "
-        "accepted. The number is s, the product of the probabilities from the root on."
+        "Each node: the step that proposed it, its token, and s, the product of the probabilities from the root on. "
+        "Below it, each step's drafter and why it was chosen."
     )
     overall = summary["overall"]
     return report.page(

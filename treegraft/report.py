@@ -1,12 +1,7 @@
 """Reports in one HTML file: speedup bars, time by part, where the medium drafter is called, a real round's tree."""
 
-import math
 from html import escape
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
-
-from treegraft.runtime.tree import DraftTree
 
 COLOURS = {"root": "#555", "small": "#1b9e77", "medium": "#d95f02"}
 
@@ -45,45 +40,6 @@ def calls(shares: dict[str, list[float]]) -> str:
     steps = max(map(len, shares.values()), default=0)
     parts += [f'<text x="{164 + 70 * k}" y="20" text-anchor="middle">step {k + 1}</text>' for k in range(steps)]
     return _svg(150 + 70 * steps, 40 + 30 * len(shares), parts)
-
-
-def draw_tree(tree: DraftTree, kept: list[int], accepted: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A round's draft tree as SVG: who proposed each node, its s, what was verified and what was accepted."""
-    height: dict[int, float] = {}
-    leaves = 0
-
-    def place(node: int) -> None:
-        nonlocal leaves
-        children = tree.top(list(tree.children[node]), len(tree))
-        for child in children:
-            place(child)
-        if children:
-            height[node] = (height[children[0]] + height[children[-1]]) / 2
-        else:
-            height[node] = leaves
-            leaves += 1
-
-    place(0)
-    verified, path = {0, *kept}, {0, *accepted}
-    parts = []
-    for node in range(len(tree)):
-        x, y = 20 + 150 * tree.depth[node], 24 + 26 * height[node]
-        on_path, colour = node in path, COLOURS[tree.proposers[node]]
-        if node:
-            px, py = x - 150 + 104, 24 + 26 * height[tree.parent[node]]
-            stroke = 'stroke="#222" stroke-width="2.5"' if on_path else 'stroke="#bbb"'
-            curve = f"M{px:.0f} {py:.0f}C{px + 24:.0f} {py:.0f} {x - 24} {y:.0f} {x} {y:.0f}"
-            parts.append(f'<path d="{curve}" fill="none" {stroke}/>')
-        label = escape(repr(tokenizer.decode([tree.token[node]]))[1:-1][:12])
-        parts.append(
-            f'<g opacity="{1 if node in verified else 0.35}">'
-            f'<rect x="{x}" y="{y - 11:.0f}" width="104" height="22" rx="5" fill="{colour}" '
-            f'fill-opacity="{0.45 if on_path else 0.12}" stroke="{colour}"/>'
-            f'<text x="{x + 6}" y="{y + 4:.0f}" xml:space="preserve">{label}</text>'
-            f'<text x="{x + 99}" y="{y + 4:.0f}" text-anchor="end" fill="#777" font-size="9">'
-            f"{math.exp(tree.log_s[node]):.2f}</text></g>"
-        )
-    return _svg(150 * (max(tree.depth) + 1), 20 + 26 * max(leaves, 1), parts)
 
 
 def page(sections: list[tuple[str, str, str]], title: str = "TreeGraft demo") -> str:
