@@ -459,6 +459,7 @@ def draw(
     cut: CutOption = None,
     latency: Latency = None,
     rho: Rho = None,
+    force: Force = False,
 ) -> None:
     """Decode one prompt and draw one of its rounds: who proposed, what was verified and accepted, and why."""
     from treegraft import draw as drawing
@@ -467,7 +468,7 @@ def draw(
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)
     plan = _plans([schedule], drafting, cut, _profile(latency), rho)[0]
     models = _load_needed([plan], target, medium, device, dtype, medium_dtype)
-    _check_models([plan], models)
+    _check_models([plan], models, force)
     asked = Prompt("prompt", "0", text=prompt) if raw else Prompt("prompt", "0", turns=(prompt,))
     ids = Conversation(asked, models[0].tokenizer).ids(0)
     rounds = drawing.watch(*models, plan, ids, max_new_tokens)
