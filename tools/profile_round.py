@@ -25,18 +25,18 @@ from treegraft.runtime.size import Cut
 
 
 class Stopwatch:
-    """Adds up the time inside a model's forwards (`ms`) and counts the tokens that it gets and the rows of logits."""
+    """Adds up the time inside a model's layers and head (`ms`), its forwards, their tokens and rows of logits."""
 
     def __init__(self, model: Model):
         self.device = model.device
-        self.forwards = self.tokens = self.rows = 0
-        self.ms = 0.0
+        self.reset()
         body: Any = model.lm.base_model
         head: Any = model.lm.get_output_embeddings()
-        model.lm.register_forward_pre_hook(self._start)
-        model.lm.register_forward_hook(self._stop)
+        for module, count in ((body, self._count_forward), (head, self._count_rows)):
+            module.register_forward_pre_hook(self._start)
+            module.register_forward_hook(self._stop)
+            module.register_forward_hook(count)
         body.get_input_embeddings().register_forward_hook(self._count_tokens)
-        head.register_forward_hook(self._count_rows)
 
     def reset(self) -> None:
         self.forwards = self.tokens = self.rows = 0
@@ -52,6 +52,8 @@ class Stopwatch:
 
     def _stop(self, *_: Any) -> None:
         self.ms += (self._wait() - self.began) * 1e3
+
+    def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
 
     def _count_tokens(self, _: Any, inputs: Any, output: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from treegraft.runtime.models import Model
 from treegraft.runtime.tree import Paths
 
-GROWTH = 256  # cache slots added at a time, in tokens
+GROWTH = 64  # cache slots added at a time, in tokens
 LONG_LAG = 64  # tokens; more are caught up without a mask, whose size is their square
 
 
