@@ -98,7 +98,7 @@ def test_the_schema_knows_every_signal_and_no_other() -> None:
         ({"rules": [{"step": 9, "all": []}]}, "rules[0].step is 9"),
         ({"rules": [{"step": 1, "all": [["lag", ">", "x"]]}]}, "rules[0].all[0][2] is 'x'"),
         ({"rules": [{"step": 1, "all": [["tree_size", ">", 1.0]]}]}, "rules[0].all[0][0] is 'tree_size'"),
-        ({"rules": [{"all": [], "step": 1}] * 100_000}, "rules is"),
+        ({"rules": [{"all": [], "step": 1}] * 10_000}, "rules is"),
         ({"rules": None}, "rules is None"), ({"fallback": None}, "fallback is None"),
         ({"fallback": 8}, "fallback is 8"),
         ({"drafting": {**PLAIN["drafting"], "depth": 99}}, "depth is 99"),
