@@ -17,7 +17,7 @@ import torch
 import typer
 
 from treegraft.data.prompts import Conversation, read_prompts, shipped
-from treegraft.runtime.decode import Decoded, decode
+from treegraft.runtime.decode import Decoded, decode, decode_rounds
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, Model, check_pair, load_model
 from treegraft.runtime.plan import make_plan
@@ -87,18 +87,12 @@ def main(
         total = dict.fromkeys(("ms", "target", "medium", "forwards", "tokens", "rows", "rounds"), 0.0)
         parts: dict[str, float] = {}
         for ids in texts:
-            started = False
-
-            def first(_: list[int]) -> None:
-                nonlocal started
-                if not started:  # the prompt's forward is over
-                    started = True
-                    for watch in watches:
-                        watch.reset()
-
             if functions:
                 profiler.enable()
-            decoded = decode(*models, ids, plan, max_new_tokens, on_tokens=first)
+            for decoded in decode_rounds(*models, ids, plan, max_new_tokens):
+                if not decoded.rounds:  # the prompt's forward is over
+                    for watch in watches:
+                        watch.reset()
             profiler.disable()
             _add(total, parts, decoded, watches)
         _print(name, total, parts)
