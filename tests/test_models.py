@@ -166,6 +166,7 @@ def test_an_empty_prompt_is_refused(pair) -> None:  # type: ignore[no-untyped-de
 def test_a_fingerprint_follows_the_weights(pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     target, medium = pair("llama")
     assert load_model(target.name).fingerprint == target.fingerprint != medium.fingerprint
+    assert load_model(target.name, dtype="bfloat16").fingerprint == target.fingerprint
 
 
 def test_the_default_target_is_converted_once_and_then_read_from_the_cache() -> None:

@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from treegraft.runtime.models import DRAFTER_FILE, Model, load_model
+from treegraft.runtime.models import DRAFTER_FILE, Model, fingerprint_of, load_model
 
 LABELS = 32  # the teacher's best tokens kept at each position
 ANSWER = 224  # longest answer, in tokens
@@ -546,13 +546,13 @@ def load_texts(work: Path) -> tuple[list[Text], list[Text]]:
     return fitting, held
 
 
-def shipped(layers: list[int], fingerprint: str) -> dict[str, torch.Tensor] | None:
+def shipped(layers: list[int], target: Model) -> dict[str, torch.Tensor] | None:
     """The drafter that the package ships as a student's state, with its `vocabulary`; None if of another kind."""
     if not DRAFTER_FILE.exists():
         return None
     with safe_open(DRAFTER_FILE, "pt") as file:
         metadata = file.metadata()
-    if metadata != {"target": fingerprint, "layers": json.dumps(layers)}:
+    if metadata != {"target": fingerprint_of(target.lm, torch.float32), "layers": json.dumps(layers)}:
         return None
     tensors = load_file(DRAFTER_FILE)
 
@@ -577,7 +577,7 @@ def train(work: Path, minutes: float, layers: list[int]) -> None:
     """
     path, target = work / "checkpoint.pt", load_model("default")
     state = torch.load(path) if path.exists() else None
-    begun = None if state else shipped(layers, target.fingerprint)
+    begun = None if state else shipped(layers, target)
     rate = state["rate"] if state else RATE / 3 if begun else RATE
     vocabulary = (state or begun or {"vocabulary": draft_vocabulary(load_texts(work)[0])})["vocabulary"]
     row_of = torch.full((2**16,), -1)
@@ -656,7 +656,7 @@ def export(work: Path) -> None:
     tensors["model.norm.weight"] = state["body.norm"]
     quantise("lm_head.weight", state["head"])
     tensors["draft_vocabulary"] = checkpoint["vocabulary"].int()
-    metadata = {"target": target.fingerprint, "layers": json.dumps(checkpoint["layers"])}
+    metadata = {"target": fingerprint_of(target.lm, torch.float32), "layers": json.dumps(checkpoint["layers"])}
     save_file(tensors, DRAFTER_FILE.with_suffix(".tmp"), metadata)
     DRAFTER_FILE.with_suffix(".tmp").chmod(0o644)  # save_file leaves it to its owner alone
     DRAFTER_FILE.with_suffix(".tmp").rename(DRAFTER_FILE)

@@ -556,7 +556,7 @@ def _check_models(plans: list[Any], models: tuple[Any, Any], force: bool) -> Non
             for role, model in zip(("target", "medium"), models):
                 if model is None or plan.schedule.models.get(role) == model.fingerprint:
                     continue
-                said = f"{plan.name} was learned with another {role} than {model.name}, or in another precision"
+                said = f"{plan.name} was learned with another {role} than {model.name}"
                 if not force:
                     raise ScheduleError(f"{said}; distill one for these models, or accept this one with --force")
                 _say(f"{said}; the text stays exact, the gain may not", style="yellow")

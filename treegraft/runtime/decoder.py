@@ -154,7 +154,7 @@ def _check_models(plan: Plan, models: dict[str, Model | None]) -> None:
         learned = plan.schedule.models.get(role) if isinstance(plan.schedule, Artifact) else None
         if model is not None and learned not in (None, model.fingerprint):
             raise ScheduleError(
-                f"{plan.name} was learned with another {role} than {model.name}, or in another precision; distill one "
+                f"{plan.name} was learned with another {role} than {model.name}; distill one "
                 "for these models, or give it as a Plan to follow it all the same"
             )
 

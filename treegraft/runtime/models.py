@@ -104,7 +104,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
     )
     if found["missing_keys"]:
         raise ModelError(f"model {name!r}: its weights lack {sorted(found['missing_keys'])[0]} and maybe more")
-    fingerprint = _fingerprint(lm)
+    fingerprint = fingerprint_of(lm)
     vocabulary = None
     if Path(folder, DRAFT_VOCABULARY).exists():
         ids = json.loads(Path(folder, DRAFT_VOCABULARY).read_text())
@@ -239,8 +239,8 @@ def _make_default_medium(folder: Path) -> None:
     with safe_open(DRAFTER_FILE, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(DRAFTER_FILE)
-    if metadata["target"] != target.fingerprint:
-        raise ModelError(f"the default medium drafter belongs to target {metadata['target']}, not {target.fingerprint}")
+    if metadata["target"] != (own := fingerprint_of(target.lm, torch.float32)):
+        raise ModelError(f"the default medium drafter belongs to target {metadata['target']}, not {own}")
     config = copy.deepcopy(target.lm.config)
     config.num_hidden_layers, config.tie_word_embeddings = len(json.loads(metadata["layers"])), False
     vocabulary = tensors.pop("draft_vocabulary").tolist()
@@ -293,11 +293,14 @@ def _check_architecture(name: str, config: Any) -> None:
         )
 
 
-def _fingerprint(lm: PreTrainedModel) -> str:
-    """A hash of every parameter's name, shape and a few of its values: cheap at any size, changed by any training."""
+def fingerprint_of(lm: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> str:
+    """A hash of every parameter's name, shape and a few of its values: cheap at any size, changed by any training.
+
+    The values are rounded to `dtype`, by default so far that the precision a model was loaded in makes no difference.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(lm.state_dict().items()):
         flat = tensor.flatten()
-        sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to(dtype).float().cpu()
         digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
