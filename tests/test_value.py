@@ -170,9 +170,9 @@ def test_a_value_folder_reads_back(fitted) -> None:
     cut = Cut("worth", value.model.rho_, value.profile)
     again = replay(test, value.model, cut, value.profile, value.drafting)
     assert again.rho > 0.97 * speed(test, BEST)
-    tested = [answer.prompt for _, test, _ in value.folds for answer in test.answers]
+    tested = [answer.prompt for fold, _ in value.folds for answer in fold.test.answers]
     assert sorted(tested) == sorted(answer.prompt for answer in value.answers)
-    assert all(len(train.answers) + len(test.answers) == len(value.answers) for train, test, _ in value.folds)
+    assert all(len(fold.train.answers) + len(fold.test.answers) == len(value.answers) for fold, _ in value.folds)
 
 
 def test_a_linear_model_reads_back_too(fitted, tmp_path: Path) -> None:

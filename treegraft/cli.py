@@ -1,6 +1,7 @@
 """The command line: one command a stage, and `demo` for all of them. Results go to stdout, all else to stderr."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -44,6 +45,13 @@ CutOption = Annotated[
     ),
 ]
 Latency = Annotated[Path | None, typer.Option(help="Latency profile, from `treegraft profile`.")]
+WhatIf = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of --latency: r=0.3 (a call takes 0.3 target forwards, nothing else costs), or flat times in ms, "
+        "t_tgt=82,t_mid=48."
+    ),
+]
 Rho = Annotated[float | None, typer.Option(help="Tokens per ms for `worth`; by default 1 / T_tgt(1).")]
 Schedules = Annotated[
     list[str],
@@ -158,16 +166,16 @@ def collect(
 @app.command("fit-value")
 def fit_value(
     log: Annotated[Path, typer.Option(help="Log folder.")],
-    latency: Annotated[Path, typer.Option(help="Latency profile of the machine that will decode.")],
     out: Annotated[Path, typer.Option(help="Where the value model goes (a folder).")],
+    latency: Latency = None,
+    what_if: WhatIf = None,
     model: Annotated[str, typer.Option(help="lightgbm or linear.")] = "lightgbm",
     seed: Seed = 0,
 ) -> None:
     """Fit the expected worth of calling the medium drafter, and select the signals that predict it."""
-    from treegraft.runtime.latency import LatencyProfile
     from treegraft.value_system.value import fit_value
 
-    report = fit_value(log, LatencyProfile.load(latency), out, kind=model, seed=seed)
+    report = fit_value(log, _priced(latency, what_if), out, kind=model, seed=seed)
     console.print(f"{out}: signals {', '.join(report['signals'])}")
     _print_figures(report["cross_validated"])
 
@@ -188,7 +196,8 @@ def distill(
 @app.command()
 def evaluate(
     log: Annotated[Path, typer.Option(help="Log folder.")],
-    latency: Annotated[Path, typer.Option(help="Latency profile.")],
+    latency: Latency = None,
+    what_if: WhatIf = None,
     schedule: Schedules = ["small", "medium"],  # noqa: B006
     cut: CutOption = None,
     rho: Rho = None,
@@ -196,16 +205,17 @@ def evaluate(
 ) -> None:
     """Replay schedules on a log, exactly and without a model, and price them with a latency profile."""
     from treegraft.data.log import read_log
-    from treegraft.runtime.latency import LatencyProfile
     from treegraft.runtime.scheduler import Mask
-    from treegraft.value_system.replay import evaluate
+    from treegraft.value_system.gains import evaluate
 
+    priced = _priced(latency, what_if)
     manifest, answers = read_log(log)
     drafting = Drafting(**manifest["drafting"])
-    measured = LatencyProfile.load(latency)
-    plans = _plans(schedule, drafting, cut, measured, rho, same_trees=str(log))
-    result = evaluate(answers, plans, measured)
+    plans = _plans(schedule, drafting, cut, priced, rho, same_trees=str(log))
+    result = evaluate(answers, plans, priced)
     _report(result, json_out)
+    if not json_out:
+        print_gains(result)
     for plan in plans:
         if isinstance(plan.schedule, Mask):
             _say(f"{plan.name}: --rho {result['rho'][plan.name]:.6g} (tokens per ms) suits it here")
@@ -364,6 +374,27 @@ def _profile(latency: Path | None) -> Any:
     return LatencyProfile.load(latency)
 
 
+def _priced(latency: Path | None, what_if: str | None) -> Any:
+    """The latency profile that a log is priced with: exactly one of --latency and --what-if."""
+    from treegraft.runtime.latency import Curve, LatencyProfile
+
+    if (latency is None) == (what_if is None):
+        raise ValueError("give one of --latency (a profile from `treegraft profile`) and --what-if (such as r=0.3)")
+    if latency is not None:
+        return LatencyProfile.load(latency)
+    assert what_if is not None
+    fields = dict(part.partition("=")[::2] for part in what_if.split(","))
+    try:
+        values = {name.strip(): float(value) for name, value in fields.items()}
+    except ValueError:
+        values = {}
+    if not all(0 < value < math.inf for value in values.values()) or sorted(values) not in (["r"], ["t_mid", "t_tgt"]):
+        raise ValueError(f"--what-if {what_if!r}: give r=0.3, or t_tgt=82,t_mid=48 in ms, numbers above 0")
+    if "r" in values:
+        return LatencyProfile.what_if(values["r"])
+    return LatencyProfile(Curve((1,), (values["t_tgt"],)), Curve((1,), (values["t_mid"],)), machine=what_if)
+
+
 def _plans(
     schedules: list[str],
     drafting: Drafting,
@@ -450,6 +481,27 @@ def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:
             name, f"{m['tokens_per_second']:.2f}", f"{m['speedup']:.3f}", f"{low:.2f}..{high:.2f}",
             f"{m['accepted_per_round']:.2f}", f"{m['medium_calls_per_round']:.2f}", text,
         )  # fmt: skip
+    Console().print(table)
+
+
+def print_gains(result: dict[str, Any]) -> None:
+    """One table of gains in percent, a row a schedule and benchmark; overall is the benchmarks' mean."""
+    measures = {
+        "gain_over_better_endpoint": "better endpoint",
+        "gain_over_best_fixed": "best fixed mask",
+        "gain_over_best_fixed_hindsight": "in hindsight",
+        "oracle_gap_share": "oracle's gap",
+    }
+    table = Table(title="gains in %, with 95 % intervals, over", title_justify="left", box=box.SIMPLE)
+    for column in ("schedule", "benchmark", *measures.values()):
+        table.add_column(column, justify="left" if column in ("schedule", "benchmark") else "right", no_wrap=True)
+    for name in result["overall"]:
+        for file, figures in (*result["by_file"].items(), ("overall", result["overall"])):
+            found = [figures[name][measure] for measure in measures if measure in figures[name]]
+            cells = [f"{100 * f['value']:+.1f} ({100 * f['interval'][0]:+.1f}..{100 * f['interval'][1]:+.1f})"
+                     for f in found]  # fmt: skip
+            if cells:
+                table.add_row(name, file, *cells)
     Console().print(table)
 
 

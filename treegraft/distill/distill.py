@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from treegraft.data.log import Answer
 from treegraft.distill.examples import Examples
 from treegraft.distill.rules import RulesStudent, sentences
 from treegraft.distill.tree import TreeStudent
@@ -18,10 +19,10 @@ from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel, load_artifact
 from treegraft.runtime.size import Cut
+from treegraft.value_system.gains import gains, held_out_ms, rivals
 from treegraft.value_system.replay import (
     NAMES,
     Positions,
-    Record,
     best_mask,
     fixed_point,
     flatten,
@@ -29,7 +30,15 @@ from treegraft.value_system.replay import (
     replay,
     speedup_draws,
 )
-from treegraft.value_system.value import States, ValueModel, features, load_value, states_of
+from treegraft.value_system.value import (
+    States,
+    ValueModel,
+    features,
+    load_value,
+    per_prompt,
+    states_of,
+    write_metrics,
+)
 
 KINDS = ("rules", "tree", "auto")
 TURNS = 3  # of fitting a student and following it
@@ -50,23 +59,21 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
     wanted = ("rules", "tree") if kind == "auto" else (kind,)
     log = flatten(value.answers)
 
-    held_out: dict[str, list[Record]] = {}
-    for train, test, model in value.folds:
-        schedules: dict[str, Schedule] = {
-            "small": Mask(0),
-            "medium": Mask((1 << drafting.depth) - 1),
-            "best mask": Mask(best_mask(train, profile, drafting)),
-            **{name: learn(name, train, model, profile, drafting) for name in wanted},
-        }
-        held_out.setdefault(AUTOREGRESSIVE.name, []).extend(
-            replay(test, Mask(0), Cut("none"), profile, AUTOREGRESSIVE.drafting).records(AUTOREGRESSIVE.name)
-        )
-        for name, schedule in schedules.items():
-            rho, _ = fixed_point(train, schedule, profile, drafting)
-            run = replay(test, schedule, Cut("worth", rho, profile), profile, drafting)
-            held_out.setdefault(name, []).extend(run.records(name))
+    folds = [fold for fold, _ in value.folds]
+    against = rivals(value.answers, folds, profile, drafting)
+    ms = {
+        AUTOREGRESSIVE.name: replay(log, Mask(0), Cut("none"), profile, AUTOREGRESSIVE.drafting).ms,
+        "small": against.small,
+        "medium": against.medium,
+        "best mask": against.best_fixed,
+        **{name: np.zeros(len(value.answers)) for name in wanted},
+    }
+    for fold, model in value.folds:
+        for name in wanted:
+            student = learn(name, fold.train, model, profile, drafting)
+            ms[name][fold.index] = held_out_ms(fold, student, profile, drafting)
 
-    judged = {name: gain(held_out[name], held_out["best mask"]) for name in wanted}
+    judged = {name: gain(value.answers, ms[name], against.best_fixed) for name in wanted}
     chosen = max(wanted, key=lambda name: judged[name]["gain"])
     fallback = best_mask(log, profile, drafting)
     better = judged[chosen]["interval"][0] > 1
@@ -76,12 +83,13 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
 
     baselines = [AUTOREGRESSIVE.name, "small", "medium", "best mask"]
     expected = {
-        "overall": {name: gain(held_out[ships], held_out[name]) for name in baselines},
+        "overall": {name: gain(value.answers, ms[ships], ms[name]) for name in baselines},
         "by_file": {
-            file: {name: gain(_of(held_out[ships], file), _of(held_out[name], file)) for name in baselines}
-            for file in sorted({record.file for record in held_out[ships]})
+            file: {name: gain(value.answers, ms[ships], ms[name], file) for name in baselines}
+            for file in sorted({answer.file for answer in value.answers})
         },
     }
+    write_metrics(value_folder, ships, gains(value.answers, ms[ships], against))
     models = {role: model["fingerprint"] for role, model in value.manifest["models"].items()}
     artifact = Artifact(
         schedule, drafting.as_dict(), {"kind": "worth", "rho": rho, "profile": asdict(profile)}, fallback, models,
@@ -153,21 +161,12 @@ def follow(
         masks |= invoke.astype(int) << (step - 1)
 
 
-def gain(records: list[Record], base: list[Record]) -> dict[str, Any]:
-    """Tokens per second over those of other records of the same answers, with a 95 % interval paired by prompt."""
-    sums = []
-    for part in (records, base):
-        prompts: dict[tuple[str, str], np.ndarray] = {}
-        for r in part:
-            prompts[r.file, r.prompt] = prompts.get((r.file, r.prompt), 0) + np.array([r.tokens, r.ms])
-        sums.append(np.array([prompts[key] for key in sorted(prompts)]).T)
-    (tokens, ms), (base_tokens, base_ms) = sums
-    ratio = float(tokens.sum() / ms.sum() * base_ms.sum() / base_tokens.sum())
-    return {"gain": ratio, "interval": interval(speedup_draws(tokens, ms, base_tokens, base_ms))}
-
-
-def _of(records: list[Record], file: str) -> list[Record]:
-    return [record for record in records if record.file == file]
+def gain(answers: list[Answer], ms: np.ndarray, base_ms: np.ndarray, file: str | None = None) -> dict[str, Any]:
+    """Tokens per second over those of other times (answers,), with a 95 % interval paired by prompt; of one file."""
+    mine = np.array([file in (None, answer.file) for answer in answers])
+    chosen = [answer for answer, of_file in zip(answers, mine) if of_file]
+    (tokens, own), (_, base) = per_prompt(chosen, ms[mine]), per_prompt(chosen, base_ms[mine])
+    return {"gain": float(base.sum() / own.sum()), "interval": interval(speedup_draws(tokens, own, tokens, base))}
 
 
 def vectors(schedule: Schedule, log: Positions, states: States) -> list[dict[str, Any]]:

@@ -450,20 +450,6 @@ def _shortest(log: Positions, index: int, edges: _Edges, profile: LatencyProfile
     return float(least[0, 0])
 
 
-def evaluate(answers: Sequence[Answer] | Positions, plans: Sequence[Plan], profile: LatencyProfile) -> dict[str, Any]:
-    """Replay plans, with autoregressive decoding: `summarise`'s figures, and under "rho" the rho to use.
-
-    That is each schedule's fixed point, in tokens per ms: what its "worth" cut should weigh time by.
-    """
-    log = flatten(answers)
-    records, rho = [], {}
-    for plan in (AUTOREGRESSIVE, *(p for p in plans if p.name != AUTOREGRESSIVE.name)):
-        run = replay(log, plan.schedule, plan.cut, profile, plan.drafting)
-        records += run.records(plan.name)
-        rho[plan.name] = fixed_point(log, plan.schedule, profile, plan.drafting)[0] if plan.drafting.depth else run.rho
-    return {**summarise(records), "rho": rho}
-
-
 def summarise(records: Sequence[Any]) -> dict[str, Any]:
     """Figures by file and overall of decoded answers, live or replayed.
 

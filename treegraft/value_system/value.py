@@ -16,7 +16,6 @@ from typing import Any
 import lightgbm
 import numpy as np
 from sklearn.base import BaseEstimator
-from sklearn.model_selection import GroupKFold
 from threadpoolctl import threadpool_limits
 
 from treegraft.data.log import MANIFEST, Answer, LogError, read_log
@@ -26,6 +25,7 @@ from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.signals import LOGGED
 from treegraft.runtime.size import Cut
+from treegraft.value_system.gains import Fold, Rivals, gains, make_fold, make_folds, prompt_groups, rivals
 from treegraft.value_system.replay import (
     NAMES,
     TRAJECTORY,
@@ -40,7 +40,6 @@ from treegraft.value_system.replay import (
     lag_ms,
     next_lag,
     node,
-    oracle,
     replay,
     speedup_draws,
     trajectory,
@@ -49,7 +48,7 @@ from treegraft.value_system.replay import (
 VERSION = 1
 KINDS = ("lightgbm", "linear")
 TURNS = 3  # of fitting and replaying
-FOLDS = 4
+VALUE_MODEL = "value model"
 SIZES = (1, 2, 3, 4, 6, 8, 12)  # numbers of signals that the selection tries besides all, CONTEXT aside
 CONTEXT = ("step", "medium_calls", "mask")  # read by every model: they are free, and need not be selected
 INSIDE = 0.2  # weight of a position where the replay started no round; where it did, 1
@@ -329,10 +328,7 @@ def fit_value(
             f"{log_folder}: no answer is longer than {drafting.depth + 2} tokens, so none shows what {drafting.depth} "
             "steps of drafting gain; collect with a greater --max-new-tokens"
         )
-    folds = [
-        _Fold(flatten([answers[i] for i in train]), flatten([answers[i] for i in test]), test)
-        for train, test in GroupKFold(min(FOLDS, int(groups.max()) + 1)).split(groups, groups=groups)
-    ]
+    folds = make_folds(answers)
     full = [ValueModel(kind, seed).fit(fold.train, profile, drafting) for fold in folds]
     sizes = [*SIZES, len(NAMES) - len(CONTEXT)]
     models = {size: [_smaller(model, size, fold.train, profile, drafting) for model, fold in zip(full, folds)]
@@ -341,9 +337,11 @@ def fit_value(
     for size, own in models.items():
         ms[size] = np.zeros(len(answers))
         for fold, model in zip(folds, own):
-            ms[size][fold.index] = _test(fold, model, model.rho_, profile, drafting)
+            ms[size][fold.index] = _test(fold, model, profile, drafting)
     size, selection = _select(answers, ms)
     chosen = models[size]
+
+    against = rivals(answers, folds, profile, drafting)
 
     everything = flatten(answers)
     model = _smaller(ValueModel(kind, seed).fit(everything, profile, drafting), size, everything, profile, drafting)
@@ -356,7 +354,7 @@ def fit_value(
         "rho": model.rho_,
         "signals": model.names,
         "selection": selection,
-        "cross_validated": _baselines(answers, folds, chosen, ms[size], profile, drafting),
+        "cross_validated": _cross_validated(answers, ms[size], against, profile),
         "calibration": _calibration(folds, chosen, profile, drafting),
         "importance": model.importance(),
         "folds": [
@@ -368,20 +366,16 @@ def fit_value(
         own.save(out_folder / name)
     profile.save(out_folder / "latency.json")
     (out_folder / "value.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_metrics(out_folder, VALUE_MODEL, gains(answers, ms[size], against))
     return report
 
 
-@dataclass
-class _Fold:
-    train: Positions
-    test: Positions
-    index: np.ndarray  # of the test answers among all
+def write_metrics(value_folder: Path, schedule: str, measured: dict[str, Any]) -> None:
+    """Write metrics.json: cross-validated gains (`gains`) and the schedule that they are of.
 
-
-def prompt_groups(answers: Sequence[Answer]) -> np.ndarray:
-    """The number of each answer's prompt, (answers,): turns of a conversation share it."""
-    known: dict[tuple[str, str], int] = {}
-    return np.array([known.setdefault((answer.file, answer.prompt), len(known)) for answer in answers])
+    After fit-value that is the value model; distill writes those of what it ships.
+    """
+    (value_folder / "metrics.json").write_text(json.dumps({"schedule": schedule, **measured}, indent=1) + "\n")
 
 
 def per_prompt(answers: Sequence[Answer], ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -398,16 +392,8 @@ def _smaller(model: ValueModel, size: int, train: Positions, profile: LatencyPro
     return ValueModel(model.kind, model.seed, signals).fit(train, profile, drafting, model)
 
 
-def _test(fold: _Fold, schedule: Any, rho: float, profile: LatencyProfile, drafting: Drafting) -> np.ndarray:
-    return replay(fold.test, schedule, Cut("worth", rho, profile), profile, drafting).ms
-
-
-def _held_out(folds: list[_Fold], count: int, of_fold: Callable[[int, _Fold], np.ndarray]) -> np.ndarray:
-    """Gather a figure of each fold's test answers, (count,)."""
-    gathered = np.zeros(count)
-    for i, fold in enumerate(folds):
-        gathered[fold.index] = of_fold(i, fold)
-    return gathered
+def _test(fold: Fold, model: ValueModel, profile: LatencyProfile, drafting: Drafting) -> np.ndarray:
+    return replay(fold.test, model, Cut("worth", model.rho_, profile), profile, drafting).ms
 
 
 def _select(answers: list[Answer], ms: dict[int, np.ndarray]) -> tuple[int, list[dict[str, float]]]:
@@ -427,29 +413,18 @@ def _select(answers: list[Answer], ms: dict[int, np.ndarray]) -> tuple[int, list
     return int(chosen), rows
 
 
-def _baselines(
-    answers: list[Answer], folds: list[_Fold], models: list[ValueModel], learned: np.ndarray,
-    profile: LatencyProfile, drafting: Drafting,
-) -> dict[str, Any]:  # fmt: skip
-    """Held-out tokens per second of the model and of what it competes with, each at its own training rho."""
-
-    def mask(bits: Callable[[_Fold], int]) -> np.ndarray:
-        def of_fold(_: int, fold: _Fold) -> np.ndarray:
-            schedule = Mask(bits(fold))
-            return _test(fold, schedule, fixed_point(fold.train, schedule, profile, drafting)[0], profile, drafting)
-
-        return _held_out(folds, len(answers), of_fold)
-
-    prompt_ms = profile.target(np.array([answer.prompt_length for answer in answers]), 0)
-    bounds = [oracle(fold.test, Cut("worth", model.rho_, profile), profile) for fold, model in zip(folds, models)]
+def _cross_validated(
+    answers: list[Answer], learned: np.ndarray, against: Rivals, profile: LatencyProfile
+) -> dict[str, Any]:
+    """Held-out tokens per second, over all answers, of the value model and of what it competes with."""
     ms = {
         "autoregressive": replay(answers, Mask(0), Cut("none"), profile, AUTOREGRESSIVE.drafting).ms,
-        "small": mask(lambda _: 0),
-        "medium": mask(lambda _: (1 << drafting.depth) - 1),
-        "best mask": mask(lambda fold: best_mask(fold.train, profile, drafting)),
-        "value model": learned,
-        "oracle over masks": prompt_ms + _held_out(folds, len(answers), lambda i, _: bounds[i].masks_ms),
-        "oracle over masks and cuts": prompt_ms + _held_out(folds, len(answers), lambda i, _: bounds[i].cuts_ms),
+        "small": against.small,
+        "medium": against.medium,
+        "best mask": against.best_fixed,
+        VALUE_MODEL: learned,
+        "oracle over masks": against.oracle_masks,
+        "oracle over masks and cuts": against.oracle,
     }
     tokens = sum(answer.length for answer in answers)
     figures: dict[str, Any] = {
@@ -457,15 +432,15 @@ def _baselines(
                "speedup": float(ms["autoregressive"].sum() / times.sum())}
         for name, times in ms.items()
     }  # fmt: skip
-    draws = speedup_draws(*per_prompt(answers, learned), *per_prompt(answers, ms["best mask"]))
+    draws = speedup_draws(*per_prompt(answers, learned), *per_prompt(answers, against.best_fixed))
     figures["value model over best mask"] = {
-        "gain": float(ms["best mask"].sum() / learned.sum()), "interval": interval(draws)
+        "gain": float(against.best_fixed.sum() / learned.sum()), "interval": interval(draws)
     }  # fmt: skip
     return figures
 
 
 def _calibration(
-    folds: list[_Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
+    folds: list[Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
 ) -> list[dict[str, float]]:
     """Predicted against realised held-out margins (tokens) of the decisions on each position's path, by decile."""
     pairs = []
@@ -495,11 +470,11 @@ def _hash(log_folder: Path) -> str:
 
 @dataclass
 class Value:
-    """A value folder, read back with the log it was fitted to; `folds` holds train, test and model of each fold."""
+    """A value folder, read back with the log it was fitted to; `folds` holds each fold with its own model."""
 
     report: dict[str, Any]
     model: ValueModel
-    folds: list[tuple[Positions, Positions, ValueModel]]
+    folds: list[tuple[Fold, ValueModel]]
     answers: list[Answer]
     manifest: dict[str, Any]
     profile: LatencyProfile
@@ -533,11 +508,12 @@ def load_value(folder: Path) -> Value:
             f"{folder}: {log_folder} has changed since this was fitted to it; run `treegraft fit-value` again"
         )
     kind, depth = report["kind"], report["drafting"]["depth"]
-    folds = []
-    for i, fold in enumerate(report["folds"]):
-        test = set(fold["test"])
-        parts = [[a for j, a in enumerate(answers) if (j in test) == held_out] for held_out in (False, True)]
-        own = ValueModel.load(folder / f"fold-{i}", kind, fold["signals"], fold["rho"], depth)
-        folds.append((flatten(parts[0]), flatten(parts[1]), own))
+    folds = [
+        (
+            make_fold(answers, np.array(fold["test"])),
+            ValueModel.load(folder / f"fold-{i}", kind, fold["signals"], fold["rho"], depth),
+        )
+        for i, fold in enumerate(report["folds"])
+    ]
     model = ValueModel.load(folder / "all", kind, report["signals"], report["rho"], depth)
     return Value(report, model, folds, answers, manifest, LatencyProfile.load(folder / "latency.json"))
