@@ -77,7 +77,8 @@ def test_the_worth_of_a_leaf_by_hand() -> None:
     states = states_of(log, run)
     states.later = 0.4
     leaves = all_leaves(log, CUT, COSTLY)
-    worth = leaf_worth(log, leaves, states, rho, COSTLY)
+    masks = np.arange(11) % 8
+    worth = leaf_worth(log, leaves, states, masks, rho, COSTLY)
     answer = log.answers[0]
     for t in range(11):
         for mask in range(8):
@@ -93,9 +94,14 @@ def test_the_worth_of_a_leaf_by_hand() -> None:
             left = accepted - min(accepted, answer.q[t, mask]) if first else lag + 1 + accepted
             debt = float(COSTLY.medium(left + 1, context) - COSTLY.medium(1, context))
             emitted = min(accepted + 1, 11 - t)
-            if t + accepted + 1 >= 11:
+            after, landing = 0.0, t + accepted + 1
+            if landing >= 11:
                 debt = 0.0
-            assert worth[t, mask] == pytest.approx(emitted - rho * (ms + 0.4 * debt))
+            while landing < 11:  # the rounds to come, lag aside
+                later = masks[landing]
+                after += int(leaves.emitted[landing, later]) - rho * float(leaves.ms[landing, later])
+                landing += int(leaves.accepted[landing, later]) + 1
+            assert worth[t, mask] == pytest.approx(emitted - rho * (ms + 0.4 * debt) + after)
 
 
 def test_backward_induction_follows_its_own_decisions() -> None:

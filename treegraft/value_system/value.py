@@ -1,8 +1,9 @@
 """The value model: what calling the medium drafter is worth at every decision (spec section 6).
 
-Worth is counted in tokens: emitted tokens - rho * time + h(the lag left behind). Both children of every decision are in
-the log, so the model fits their difference, the margin, by backward induction from step K to 1; each step's decisions
-are the model's own. Decisions change rho and the lags, so fitting and replaying take turns.
+Worth is counted in tokens: emitted tokens - rho * time + h(the lag left behind) + h(the position landed on). Both
+children of every decision are in the log, so the model fits their difference, the margin, by backward induction from
+step K to 1; each step's decisions are the model's own. Decisions change rho, the lags and what follows a landing, so
+fitting and replaying take turns.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +107,36 @@ def states_of(log: Positions, run: Replay) -> States:
     return States(lags, values, weight * (log.remaining > log.depth), float(np.mean(followed)) if followed else 0.0)
 
 
-def leaf_worth(log: Positions, leaves: Leaves, states: States, rho: float, profile: LatencyProfile) -> np.ndarray:
-    """Worth in tokens of every leaf (R, M); NaN where the log has none."""
+def leaf_worth(
+    log: Positions, leaves: Leaves, states: States, masks: np.ndarray, rho: float, profile: LatencyProfile
+) -> np.ndarray:
+    """Worth in tokens of every leaf (R, M), later rounds following `masks` (R,); NaN where the log has none."""
     context, lag = log.context[:, None], states.lag[:, None]
     ms = leaves.ms + lag_ms(profile, lag, leaves.first, context)
     left = next_lag(lag, leaves.accepted, log.q, leaves.first > 0)
     # A later call will pay for the lag that is left, if one comes before the answer ends.
-    ends = log.remaining[:, None] <= leaves.accepted + 1
+    landing = leaves.accepted + 1
+    ends = log.remaining[:, None] <= landing
     debt = np.where(ends, 0.0, lag_ms(profile, left, 1, context))
-    return np.where(log.possible, leaves.emitted - rho * (ms + states.later * debt), np.nan)
+    rows = np.arange(len(log.position))[:, None]
+    after = np.where(ends, 0.0, onward(log, leaves, masks, rho)[np.where(ends, 0, rows + landing)])
+    return np.where(log.possible, leaves.emitted - rho * (ms + states.later * debt) + after, np.nan)
+
+
+def onward(log: Positions, leaves: Leaves, masks: np.ndarray, rho: float) -> np.ndarray:
+    """What each position is worth (R,), in tokens: those to come - rho * their time, under `masks` (R,), lag aside.
+
+    Some positions are good ones to land on, such as the start of a passage that the small drafter can copy.
+    """
+    rows = np.arange(len(masks))
+    emitted, ms, accepted = (part[rows, masks] for part in (leaves.emitted, leaves.ms, leaves.accepted))
+    last = (log.remaining <= accepted + 1).tolist()
+    following = (rows + accepted + 1).tolist()
+    worth = (emitted - rho * ms).tolist()
+    for row in reversed(range(len(worth))):
+        if not last[row]:
+            worth[row] += worth[following[row]]
+    return np.array(worth)
 
 
 def features(log: Positions, states: States, step: int) -> np.ndarray:
@@ -185,12 +208,11 @@ class ValueModel(BaseEstimator):
     """Margins of calling over skipping, in tokens, by step; it is also the policy that calls where they are positive.
 
     kind "lightgbm" or "linear" (ridge regression, as a check); signals: the names to read (default: all).
-    After `fit`: `models_` by step, `rho_` (tokens per ms), `run_` (its replay on the training answers), `states_`.
+    After `fit`: `models_` by step, `rho_` (tokens per ms) and `states_` of its replay on the training answers.
     """
 
     models_: dict[int, Any]
     rho_: float
-    run_: Replay
     states_: States
 
     def __init__(self, kind: str = "lightgbm", seed: int = 0, signals: Sequence[str] | None = None):
@@ -210,16 +232,20 @@ class ValueModel(BaseEstimator):
             raise ValueError(f"--model {self.kind!r}: give one of {', '.join(KINDS)}")
         log = flatten(answers)
         if start is None:
-            turns, (rho, run) = TURNS, fixed_point(log, Mask(best_mask(log, profile, drafting)), profile, drafting)
+            mask = best_mask(log, profile, drafting)
+            rho, run = fixed_point(log, Mask(mask), profile, drafting)
+            states, masks = states_of(log, run), np.full(len(log.position), mask)
         else:
-            turns, rho, run = 1, start.rho_, start.run_
-        for _ in range(turns):
-            self.states_ = states_of(log, run)
-            worth = leaf_worth(log, all_leaves(log, Cut("worth", rho, profile), profile), self.states_, rho, profile)
+            rho, states, masks = start.rho_, start.states_, start.masks(log, start.states_)
+        for _ in range(TURNS if start is None else 1):
+            leaves = all_leaves(log, Cut("worth", rho, profile), profile)
+            worth = leaf_worth(log, leaves, states, masks, rho, profile)
             self.models_ = {}
-            backward(log, worth, lambda step, margin: self._fit_step(log, step, margin))
+            backward(log, worth, partial(self._fit_step, log, states))
             rho, run = fixed_point(log, self, profile, drafting, rho)
-        self.rho_, self.run_, self.states_ = rho, run, states_of(log, run)
+            states = states_of(log, run)
+            masks = self.masks(log, states)
+        self.rho_, self.states_ = rho, states
         return self
 
     def importance(self) -> dict[str, list[float]]:
@@ -261,15 +287,19 @@ class ValueModel(BaseEstimator):
             made.append(np.where(log.possible[:, half : 2 * half], predicted, -np.inf))
         return made
 
-    def _fit_step(self, log: Positions, step: int, margin: np.ndarray) -> np.ndarray:
+    def masks(self, log: Positions, states: States) -> np.ndarray:
+        """The mask (R,) that the model decides on at each position."""
+        return path([margin > 0 for margin in self.margins(log, states)])[-1]
+
+    def _fit_step(self, log: Positions, states: States, step: int, margin: np.ndarray) -> np.ndarray:
         """Fit one step's model; returns its decisions, shaped as `margin`."""
-        weight = np.where(np.isnan(margin), 0.0, self.states_.weight[:, None]).ravel()
+        weight = np.where(np.isnan(margin), 0.0, states.weight[:, None]).ravel()
         rows = np.flatnonzero(weight)
         if not len(rows):
             return np.zeros(margin.shape, dtype=bool)
         if len(rows) > ROWS:
             rows = np.sort(np.random.default_rng(self.seed).choice(rows, ROWS, replace=False))
-        values = features(log, self.states_, step)
+        values = features(log, states, step)
         x, y, weight = values[rows][:, self._columns], margin.ravel()[rows], weight[rows] / weight[rows].mean()
         if self.kind == "lightgbm":
             # The nodes of a position share its luck, so a leaf needs positions, not nodes.
@@ -448,8 +478,9 @@ def _calibration(
         log, cut = fold.test, Cut("worth", model.rho_, profile)
         states = states_of(log, replay(log, model, cut, profile, drafting))
         predicted = model.margins(log, states)
-        worth = leaf_worth(log, all_leaves(log, cut, profile), states, model.rho_, profile)
         decisions = [margin > 0 for margin in predicted]
+        leaves = all_leaves(log, cut, profile)
+        worth = leaf_worth(log, leaves, states, path(decisions)[-1], model.rho_, profile)
         realised = backward(log, worth, lambda step, _, own=decisions: own[step - 1])  # type: ignore[misc]
         rows = np.arange(len(log.position))
         for step, mask in enumerate(path(decisions)[:-1]):
