@@ -12,6 +12,7 @@ import numpy as np
 
 from treegraft.data.log import Answer
 from treegraft.distill.examples import Examples
+from treegraft.distill.refine import refine
 from treegraft.distill.rules import RulesStudent, sentences
 from treegraft.distill.tree import TreeStudent
 from treegraft.runtime.decode import AUTOREGRESSIVE
@@ -24,6 +25,7 @@ from treegraft.value_system.replay import (
     NAMES,
     Positions,
     best_mask,
+    decide_many,
     fixed_point,
     flatten,
     interval,
@@ -113,52 +115,45 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
 def learn(
     kind: str, log: Positions, model: ValueModel, profile: LatencyProfile, drafting: Drafting
 ) -> Rules | TreeModel:
-    """A student of `model` on a log: fit, follow it, refit on what it visits; the fastest of TURNS in replay."""
+    """A student of `model` on a log: fit, follow it, refit on what it visits; the fastest of TURNS, then refined."""
     cut = Cut("worth", model.rho_, profile)
     names = [name for name in model.names if kind == "tree" or name != "step"]  # rules have a step each
-    student: Rules | TreeModel | None = None
     visits = [np.full((len(log.position), 1 << step), ELSEWHERE) for step in range(log.depth)]
-    best: tuple[float, Rules | TreeModel] | None = None
+    best: tuple[float, Rules | TreeModel, list[np.ndarray]] | None = None
+    student: ValueModel | Rules | TreeModel = model
     run = replay(log, model, cut, profile, drafting)
     for _ in range(TURNS):
         states = states_of(log, run)
-        margins = model.margins(log, states)
         values = [features(log, states, step) for step in range(1, log.depth + 1)]
-        follow(student, margins, values, visits, states.weight, drafting)
-        margin = np.concatenate([part.ravel() for part in margins])
+        follow(student, log, values, visits, states.weight, drafting)
+        margin = np.concatenate([part.ravel() for part in model.margins(log, states)])
         weight = np.concatenate([(part * (states.weight > 0)[:, None]).ravel() for part in visits])
         used = np.isfinite(margin) & (weight > 0)
         examples = Examples(np.concatenate(values)[used], margin[used], weight[used], names)
         student = RulesStudent().fit(examples).rules_ if kind == "rules" else TreeStudent().fit(examples).tree_
         run = replay(log, student, cut, profile, drafting)
         if best is None or run.rho > best[0]:
-            best = run.rho, student
+            best = run.rho, student, values
     assert best is not None
-    return best[1]
+    return refine(best[1], best[2], log, cut, profile, drafting)
 
 
 def follow(
-    student: Rules | TreeModel | None,
-    margins: list[np.ndarray],
+    student: ValueModel | Rules | TreeModel,
+    log: Positions,
     values: list[np.ndarray],
     visits: list[np.ndarray],
     weight: np.ndarray,
     drafting: Drafting,
 ) -> None:
-    """Add each position's `weight` to `visits` where the student (None: its teacher) comes to decide."""
-    rows = np.arange(len(margins[0]))
+    """Add each position's `weight` to `visits` where the student (at first its teacher) comes to decide."""
+    rows = np.arange(len(weight))
     masks = np.zeros(len(rows), dtype=int)
-    for step, margin in enumerate(margins, start=1):
-        visits[step - 1][rows, masks] += weight
-        if student is None:
-            invoke = margin[rows, masks] > 0
-        else:
-            read = values[step - 1].reshape(*margin.shape, -1)[rows, masks][:, [NAMES.index(n) for n in student.reads]]
-            invoke = np.array([
-                drafting.may_call(mask) and student.decide(step, mask, dict(zip(student.reads, row)))
-                for mask, row in zip(masks.tolist(), read.tolist())
-            ])  # fmt: skip
-        masks |= invoke.astype(int) << (step - 1)
+    room = np.array([drafting.may_call(mask) for mask in range(1 << log.depth)])
+    for step, (read, visited) in enumerate(zip(values, visits), start=1):
+        visited[rows, masks] += weight
+        state = read.reshape(*visited.shape, -1)[rows, masks]
+        masks |= (room[masks] & decide_many(student, step, masks, state)) << (step - 1)
 
 
 def gain(answers: list[Answer], ms: np.ndarray, base_ms: np.ndarray, file: str | None = None) -> dict[str, Any]:

@@ -94,16 +94,21 @@ def states_of(log: Positions, run: Replay) -> States:
         mine = np.flatnonzero(run.trace["answer"] == index)
         calls = called[mine].tolist()
         followed += [any(calls[i + 1 :]) for i in range(len(calls) - 1)]
-        history: list[int] = []
+        recent = np.zeros((1, 4), dtype=int)
         rounds = zip(*(run.trace[name][mine].tolist() for name in ("position", "lag", "accepted", "q")), calls)
-        for position, lag, accepted, q, call in rounds:
+        for done, (position, lag, accepted, q, call) in enumerate(rounds):
             row = first + position
-            lags[row], values[row], weight[row] = lag, trajectory(lag, history), 1.0
-            for stopped in range(min(accepted, log.remaining[row] - 1)):
-                inside = int(next_lag(lag, stopped, q, call))
-                lags[row + stopped + 1] = inside
-                values[row + stopped + 1] = trajectory(inside, [*history[-3:], stopped])
-            history = [*history[-3:], accepted]
+            # Where the round started, and where it would have stopped after 0, 1, ... accepted tokens.
+            stops = np.arange(min(accepted, log.remaining[row] - 1))
+            inside = next_lag(lag, stops, q, call)
+            here = slice(row, row + len(stops) + 1)
+            past = np.column_stack([stops, np.repeat(recent[:, :-1], len(stops), axis=0)])
+            lags[here] = np.concatenate([[lag], inside])
+            values[here] = trajectory(
+                lags[here], np.concatenate([recent, past]), np.append(done, np.full(len(stops), done + 1))
+            )
+            weight[row] = 1.0
+            recent = np.column_stack([accepted, recent[:, :-1]])
     return States(lags, values, weight * (log.remaining > log.depth), float(np.mean(followed)) if followed else 0.0)
 
 
