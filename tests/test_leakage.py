@@ -1,8 +1,7 @@
-"""No held-out prompt is seen by fitting, selection, distillation or refinement: what a key to each position can tell."""
+"""Fitting, selection, distillation and refinement see no held-out prompt: a key to each position gains nothing."""
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest

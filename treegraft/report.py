@@ -1,12 +1,13 @@
-"""The demo's report: one HTML file with speedup bars, where the medium drafter is called, and a real round's tree."""
+"""Pictures of reports, each page one HTML file: speedup bars, where the medium drafter is called, a round's tree."""
 
 import math
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:  # a page of figures alone needs neither
+    from transformers import PreTrainedTokenizerBase
 
-from treegraft.runtime.tree import DraftTree
+    from treegraft.runtime.tree import DraftTree
 
 COLOURS = {"root": "#555", "small": "#1b9e77", "medium": "#d95f02"}
 
@@ -27,7 +28,7 @@ def bars(figures: dict[str, dict[str, Any]]) -> str:
         )
     one = 170 + scale
     parts.append(f'<path d="M{one:.1f} 4V{10 + 34 * len(rows)}" stroke="#999" stroke-dasharray="3 3"/>')
-    return _svg(620, 20 + 34 * len(rows), parts)
+    return svg(620, 20 + 34 * len(rows), parts)
 
 
 def calls(shares: dict[str, list[float]]) -> str:
@@ -44,10 +45,10 @@ def calls(shares: dict[str, list[float]]) -> str:
             )
     steps = max(map(len, shares.values()), default=0)
     parts += [f'<text x="{164 + 70 * k}" y="20" text-anchor="middle">step {k + 1}</text>' for k in range(steps)]
-    return _svg(150 + 70 * steps, 40 + 30 * len(shares), parts)
+    return svg(150 + 70 * steps, 40 + 30 * len(shares), parts)
 
 
-def draw_tree(tree: DraftTree, kept: list[int], accepted: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def draw_tree(tree: "DraftTree", kept: list[int], accepted: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
     """A round's draft tree as SVG: who proposed each node, its s, what was verified and what was accepted."""
     height: dict[int, float] = {}
     leaves = 0
@@ -83,17 +84,17 @@ def draw_tree(tree: DraftTree, kept: list[int], accepted: list[int], tokenizer: 
             f'<text x="{x + 99}" y="{y + 4:.0f}" text-anchor="end" fill="#777" font-size="9">'
             f"{math.exp(tree.log_s[node]):.2f}</text></g>"
         )
-    return _svg(150 * (max(tree.depth) + 1), 20 + 26 * max(leaves, 1), parts)
+    return svg(150 * (max(tree.depth) + 1), 20 + 26 * max(leaves, 1), parts)
 
 
-def page(sections: list[tuple[str, str, str]]) -> str:
-    """The HTML page of (title, explanation, SVG or HTML) sections."""
+def page(sections: list[tuple[str, str, str]], title: str = "TreeGraft demo") -> str:
+    """The HTML page called `title` of (title, explanation, SVG or HTML) sections."""
     body = "".join(f"<h2>{escape(title)}</h2><p>{escape(text)}</p>{content}" for title, text, content in sections)
     return (
-        '<!doctype html><meta charset="utf-8"><title>TreeGraft demo</title><style>'
+        f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>'
         "body{font:15px system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
         "td,th{padding:.25em .8em;text-align:right}td:first-child{text-align:left}svg{max-width:100%;height:auto}"
-        f"</style><h1>TreeGraft demo</h1>{body}\n"
+        f"</style><h1>{escape(title)}</h1>{body}\n"
     )
 
 
@@ -110,7 +111,7 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
     return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{rows}</table>"
 
 
-def _svg(width: int, height: int, parts: list[str]) -> str:
+def svg(width: int, height: int, parts: list[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="system-ui,sans-serif" font-size="12">{"".join(parts)}</svg>'

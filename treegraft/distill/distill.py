@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from treegraft.data.log import Answer
 from treegraft.distill.examples import Examples
 from treegraft.distill.refine import refine
 from treegraft.distill.rules import RulesStudent, sentences
@@ -28,16 +27,15 @@ from treegraft.value_system.replay import (
     decide_many,
     fixed_point,
     flatten,
-    interval,
     replay,
-    speedup_draws,
 )
+from treegraft.value_system.report import write_report
 from treegraft.value_system.value import (
     States,
     ValueModel,
     features,
+    gain,
     load_value,
-    per_prompt,
     states_of,
     write_metrics,
 )
@@ -92,6 +90,7 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
         },
     }
     write_metrics(value_folder, ships, gains(value.answers, ms[ships], against))
+    write_report(value_folder)
     models = {role: model["fingerprint"] for role, model in value.manifest["models"].items()}
     artifact = Artifact(
         schedule, drafting.as_dict(), {"kind": "worth", "rho": rho, "profile": asdict(profile)}, fallback, models,
@@ -154,14 +153,6 @@ def follow(
         visited[rows, masks] += weight
         state = read.reshape(*visited.shape, -1)[rows, masks]
         masks |= (room[masks] & decide_many(student, step, masks, state)) << (step - 1)
-
-
-def gain(answers: list[Answer], ms: np.ndarray, base_ms: np.ndarray, file: str | None = None) -> dict[str, Any]:
-    """Tokens per second over those of other times (answers,), with a 95 % interval paired by prompt; of one file."""
-    mine = np.array([file in (None, answer.file) for answer in answers])
-    chosen = [answer for answer, of_file in zip(answers, mine) if of_file]
-    (tokens, own), (_, base) = per_prompt(chosen, ms[mine]), per_prompt(chosen, base_ms[mine])
-    return {"gain": float(base.sum() / own.sum()), "interval": interval(speedup_draws(tokens, own, tokens, base))}
 
 
 def vectors(schedule: Schedule, log: Positions, states: States) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Mask
-from treegraft.runtime.signals import LOGGED
+from treegraft.runtime.signals import LOGGED, RELEASE
 from treegraft.runtime.size import Cut
 from treegraft.value_system.gains import Fold, Rivals, gains, make_fold, make_folds, prompt_groups, rivals
 from treegraft.value_system.replay import (
@@ -46,6 +46,7 @@ from treegraft.value_system.replay import (
     speedup_draws,
     trajectory,
 )
+from treegraft.value_system.report import write_report
 
 VERSION = 1
 KINDS = ("lightgbm", "linear")
@@ -376,10 +377,16 @@ def fit_value(
     size, selection = _select(answers, ms)
     chosen = models[size]
 
+    # The six signals of the paper's release, as a check on what was selected.
+    of_release = np.zeros(len(answers))
+    for fold, start in zip(folds, full):
+        own = ValueModel(kind, seed, [*CONTEXT, *RELEASE]).fit(fold.train, profile, drafting, start)
+        of_release[fold.index] = _test(fold, own, profile, drafting)
     against = rivals(answers, folds, profile, drafting)
 
     everything = flatten(answers)
-    model = _smaller(ValueModel(kind, seed).fit(everything, profile, drafting), size, everything, profile, drafting)
+    all_signals = ValueModel(kind, seed).fit(everything, profile, drafting)
+    model = _smaller(all_signals, size, everything, profile, drafting)
     report = {
         "version": VERSION,
         "kind": kind,
@@ -389,9 +396,12 @@ def fit_value(
         "rho": model.rho_,
         "signals": model.names,
         "selection": selection,
+        "release": gain(answers, of_release, ms[size]),
         "cross_validated": _cross_validated(answers, ms[size], against, profile),
         "calibration": _calibration(folds, chosen, profile, drafting),
-        "importance": model.importance(),
+        "score_calibration": score_calibration(everything),
+        "calls": _calls(folds, chosen, profile, drafting),
+        "importance": all_signals.importance(),
         "folds": [
             {"test": fold.index.tolist(), "rho": own.rho_, "signals": own.names} for fold, own in zip(folds, chosen)
         ],
@@ -402,6 +412,7 @@ def fit_value(
     profile.save(out_folder / "latency.json")
     (out_folder / "value.json").write_text(json.dumps(report, indent=1) + "\n")
     write_metrics(out_folder, VALUE_MODEL, gains(answers, ms[size], against))
+    write_report(out_folder)
     return report
 
 
@@ -417,6 +428,14 @@ def per_prompt(answers: Sequence[Answer], ms: np.ndarray) -> tuple[np.ndarray, n
     """Tokens and ms summed by prompt."""
     groups = prompt_groups(answers)
     return np.bincount(groups, [answer.length for answer in answers]), np.bincount(groups, ms)
+
+
+def gain(answers: Sequence[Answer], ms: np.ndarray, base_ms: np.ndarray, file: str | None = None) -> dict[str, Any]:
+    """Tokens per second over those of other times (answers,), with a 95 % interval paired by prompt; of one file."""
+    mine = np.array([file in (None, answer.file) for answer in answers])
+    chosen = [answer for answer, of_file in zip(answers, mine) if of_file]
+    (tokens, own), (_, base) = per_prompt(chosen, ms[mine]), per_prompt(chosen, base_ms[mine])
+    return {"gain": float(base.sum() / own.sum()), "interval": interval(speedup_draws(tokens, own, tokens, base))}
 
 
 def _smaller(model: ValueModel, size: int, train: Positions, profile: LatencyProfile, drafting: Drafting) -> ValueModel:
@@ -462,16 +481,51 @@ def _cross_validated(
         "oracle over masks and cuts": against.oracle,
     }
     tokens = sum(answer.length for answer in answers)
+    plain = per_prompt(answers, ms["autoregressive"])
     figures: dict[str, Any] = {
         name: {"tokens_per_second": float(1e3 * tokens / times.sum()),
-               "speedup": float(ms["autoregressive"].sum() / times.sum())}
+               "speedup": float(ms["autoregressive"].sum() / times.sum()),
+               "speedup_interval": interval(speedup_draws(*per_prompt(answers, times), *plain))}
         for name, times in ms.items()
     }  # fmt: skip
-    draws = speedup_draws(*per_prompt(answers, learned), *per_prompt(answers, against.best_fixed))
-    figures["value model over best mask"] = {
-        "gain": float(against.best_fixed.sum() / learned.sum()), "interval": interval(draws)
-    }  # fmt: skip
+    figures["value model over best mask"] = gain(answers, learned, against.best_fixed)
     return figures
+
+
+def _calls(
+    folds: list[Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
+) -> dict[str, list[float]]:
+    """The share of held-out rounds, by file and in all, where the model calls at each step."""
+    called: dict[str, list[np.ndarray]] = {}
+    for fold, model in zip(folds, models):
+        trace = replay(fold.test, model, Cut("worth", model.rho_, profile), profile, drafting).trace
+        steps = trace["mask"][:, None] >> np.arange(drafting.depth) & 1
+        for index, answer in enumerate(fold.test.answers):
+            called.setdefault(answer.file, []).append(steps[trace["answer"] == index])
+    by_file = {file: np.concatenate(parts) for file, parts in sorted(called.items())}
+    rows = {**by_file, "overall": np.concatenate(list(by_file.values()))}
+    return {name: steps.mean(axis=0).tolist() if len(steps) else [0.0] * drafting.depth for name, steps in rows.items()}
+
+
+def score_calibration(log: Positions) -> dict[str, list[dict[str, float]]]:
+    """Of the trees that each drafter builds alone: a node's s against how often it is accepted, by decile of s.
+
+    Positions close to the end of an answer are left out: there, the limit on tokens rejects.
+    """
+    rows = np.flatnonzero(log.remaining > log.depth)
+    found = {}
+    for name, mask in (("small", 0), ("medium", (1 << log.depth) - 1)):
+        log_s = log.log_s[rows, mask]
+        accepted = np.zeros((len(rows), log_s.shape[1] + 1), dtype=bool)  # a rank of B stands for no node
+        np.put_along_axis(accepted, log.ranks[rows, mask], True, axis=1)
+        nodes = log_s > -np.inf
+        s, hit = np.exp(log_s[nodes].astype(np.float64)), accepted[:, :-1][nodes]
+        order = np.argsort(s, kind="stable")
+        found[name] = [
+            {"s": float(s[part].mean()), "accepted": float(hit[part].mean()), "nodes": len(part)}
+            for part in np.array_split(order, 10) if len(part)
+        ]  # fmt: skip
+    return found
 
 
 def _calibration(
