@@ -208,8 +208,8 @@ def evaluate(
     from treegraft.runtime.scheduler import Mask
     from treegraft.value_system.gains import evaluate
 
-    priced = _priced(latency, what_if)
     manifest, answers = read_log(log)
+    priced = _priced(latency, what_if)
     drafting = Drafting(**manifest["drafting"])
     plans = _plans(schedule, drafting, cut, priced, rho, same_trees=str(log))
     result = evaluate(answers, plans, priced)
