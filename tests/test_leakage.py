@@ -36,11 +36,11 @@ def leaky(answers: list[Answer]) -> list[Fold]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, float]]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict]]:
     """Held-out gain over the best fixed mask of the value model and of its tree."""
     folder = tmp_path_factory.mktemp("leakage")
 
-    def run(name: str, keyed: bool, leak: bool = False) -> tuple[float, float]:
+    def run(name: str, keyed: bool, leak: bool = False) -> list[dict]:
         log, out = write_log(folder / name / "log", lottery(keyed), PLANTED), folder / name / "value"
         with pytest.MonkeyPatch.context() as patch:
             # A model that can learn a key by heart, if it ever sees the one that it is judged by.
@@ -58,8 +58,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[fl
             distill(out, folder / name / "scheduler.json", kind="tree")
             gains.append(json.loads((out / "metrics.json").read_text()))
         assert [g["schedule"] for g in gains] == ["value model", "tree"]
-        first, second = (g["overall"]["gain_over_best_fixed"]["value"] for g in gains)
-        return first, second
+        return [g["overall"]["gain_over_best_fixed"] for g in gains]
 
     return run
 
@@ -67,5 +66,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[fl
 def test_a_key_to_each_position_gains_nothing_unless_held_out_prompts_leak(measured) -> None:
     plain, keyed, leaked = measured("plain", False), measured("keyed", True), measured("leaked", True, leak=True)
     for without, with_key, with_leak in zip(plain, keyed, leaked):
-        assert with_key < without + 0.01
-        assert with_leak > without + 0.05, (plain, keyed, leaked)
+        found = (without, with_key, with_leak)
+        assert with_key["interval"][0] <= 0, found  # not beyond noise
+        assert with_key["value"] < without["value"] + 0.03, found
+        assert with_leak["interval"][0] > 0, found
+        assert with_leak["value"] > max(without["value"], with_key["value"]) + 0.03, found

@@ -78,7 +78,8 @@ def _refine_rules(rules: Rules, observed: list[np.ndarray], times: Race) -> Rule
         for c, (of_rule, name, _, _) in enumerate(conditions):
             seen = np.unique(observed[rules.rules[of_rule].step - 1][:, NAMES.index(name)])
             levels = np.quantile(seen, np.linspace(0.05, 0.95, QUANTILES))
-            tried = [thresholds[c], *(midpoint(seen, level) for level in levels), always[c], -always[c]]
+            # Among moves that gain alike the first is taken: without the rule, then without the condition.
+            tried = [thresholds[c], -always[c], always[c], *(midpoint(seen, level) for level in levels)]
             entrants = np.tile(thresholds, (len(tried), 1))
             entrants[:, c] = tried
             thresholds = entrants[_best_move(times(len(tried), decide(entrants)))]
