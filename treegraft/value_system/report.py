@@ -14,7 +14,7 @@ PURPLE, GREEN, ORANGE = "#7570b3", "#1b9e77", "#d95f02"
 def write_report(folder: Path) -> None:
     """Draw value.json and metrics.json of a value folder into its report.html, one self-contained file."""
     value, metrics = (json.loads((folder / name).read_text()) for name in ("value.json", "metrics.json"))
-    policies = {name: m for name, m in value["cross_validated"].items() if "speedup" in m}
+    policies = {name.replace(" over", ":"): m for name, m in value["cross_validated"].items() if "speedup" in m}
     most = max(policies.values(), key=lambda m: m["speedup"])["speedup"]
     best, learned = policies["best mask"]["speedup"], policies["value model"]["speedup"]
     sections = [
