@@ -488,24 +488,27 @@ def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:
 
 
 def print_gains(result: dict[str, Any]) -> None:
-    """One table of gains in percent, a row a schedule and benchmark; overall is the benchmarks' mean."""
+    """A table of gains in percent for each schedule, a row a benchmark; overall is the benchmarks' mean."""
     measures = {
         "gain_over_better_endpoint": "better endpoint",
-        "gain_over_best_fixed": "best fixed mask",
+        "gain_over_best_fixed": "best mask",
         "gain_over_best_fixed_hindsight": "in hindsight",
         "oracle_gap_share": "oracle's gap",
     }
-    table = Table(title="gains in %, with 95 % intervals, over", title_justify="left", box=box.SIMPLE)
-    for column in ("schedule", "benchmark", *measures.values()):
-        table.add_column(column, justify="left" if column in ("schedule", "benchmark") else "right", no_wrap=True)
     for name in result["overall"]:
+        table = Table(title=f"{name}: gain in %, with its 95 % interval, over", title_justify="left", box=box.SIMPLE)
+        table.add_column("benchmark")
+        for column in measures.values():
+            table.add_column(column, justify="right", no_wrap=True)
         for file, figures in (*result["by_file"].items(), ("overall", result["overall"])):
             found = [figures[name][measure] for measure in measures if measure in figures[name]]
-            cells = [f"{100 * f['value']:+.1f} ({100 * f['interval'][0]:+.1f}..{100 * f['interval'][1]:+.1f})"
-                     for f in found]  # fmt: skip
+            cells = [
+                f"{100 * f['value']:+.1f}\n{100 * f['interval'][0]:+.1f}..{100 * f['interval'][1]:+.1f}" for f in found
+            ]
             if cells:
-                table.add_row(name, file, *cells)
-    Console().print(table)
+                table.add_row(file, *cells)
+        if table.row_count:
+            Console().print(table)
 
 
 if __name__ == "__main__":
