@@ -21,7 +21,8 @@ from treegraft.runtime.plan import plan_from_artifact
 from treegraft.runtime.scheduler import Mask, Rule, Rules, TreeModel, load_artifact
 from treegraft.runtime.signals import LOGGED
 from treegraft.runtime.verify import verify
-from treegraft.value_system.replay import NAMES, best_mask, evaluate, fixed_point, flatten, replay
+from treegraft.value_system.gains import evaluate
+from treegraft.value_system.replay import NAMES, best_mask, fixed_point, flatten, replay
 from treegraft.value_system.value import ValueModel, fit_value, states_of
 
 BEST = Rules((Rule(1, (("root_match", ">", 2.0),)),), ("root_match",))

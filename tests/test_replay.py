@@ -18,11 +18,11 @@ from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Mask, Rule, Rules
 from treegraft.runtime.signals import LOGGED, SIGNALS
 from treegraft.runtime.size import Cut
+from treegraft.value_system.gains import evaluate
 from treegraft.value_system.replay import (
     TRAJECTORY,
     Record,
     best_mask,
-    evaluate,
     fixed_point,
     oracle,
     replay,

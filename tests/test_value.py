@@ -12,7 +12,16 @@ from treegraft.data.log import LogError, read_log
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.scheduler import Mask, Rule, Rules
 from treegraft.runtime.size import Cut
-from treegraft.value_system.replay import NAMES, TRAJECTORY, all_leaves, best_mask, fixed_point, flatten, replay
+from treegraft.value_system.replay import (
+    NAMES,
+    TRAJECTORY,
+    all_leaves,
+    best_mask,
+    fixed_point,
+    flatten,
+    lag_ms,
+    replay,
+)
 from treegraft.value_system.value import (
     CONTEXT,
     FitError,
@@ -22,7 +31,9 @@ from treegraft.value_system.value import (
     fit_value,
     leaf_worth,
     load_value,
+    onward,
     path,
+    score_calibration,
     states_of,
 )
 
@@ -77,7 +88,8 @@ def test_the_worth_of_a_leaf_by_hand() -> None:
     states = states_of(log, run)
     states.later = 0.4
     leaves = all_leaves(log, CUT, COSTLY)
-    worth = leaf_worth(log, leaves, states, rho, COSTLY)
+    masks = np.arange(11) % 8
+    worth = leaf_worth(log, leaves, states, masks, rho, COSTLY)
     answer = log.answers[0]
     for t in range(11):
         for mask in range(8):
@@ -93,9 +105,14 @@ def test_the_worth_of_a_leaf_by_hand() -> None:
             left = accepted - min(accepted, answer.q[t, mask]) if first else lag + 1 + accepted
             debt = float(COSTLY.medium(left + 1, context) - COSTLY.medium(1, context))
             emitted = min(accepted + 1, 11 - t)
-            if t + accepted + 1 >= 11:
+            after, landing = 0.0, t + accepted + 1
+            if landing >= 11:
                 debt = 0.0
-            assert worth[t, mask] == pytest.approx(emitted - rho * (ms + 0.4 * debt))
+            while landing < 11:  # the rounds to come, lag aside
+                later = masks[landing]
+                after += int(leaves.emitted[landing, later]) - rho * float(leaves.ms[landing, later])
+                landing += int(leaves.accepted[landing, later]) + 1
+            assert worth[t, mask] == pytest.approx(emitted - rho * (ms + 0.4 * debt) + after)
 
 
 def test_backward_induction_follows_its_own_decisions() -> None:
@@ -170,9 +187,9 @@ def test_a_value_folder_reads_back(fitted) -> None:
     cut = Cut("worth", value.model.rho_, value.profile)
     again = replay(test, value.model, cut, value.profile, value.drafting)
     assert again.rho > 0.97 * speed(test, BEST)
-    tested = [answer.prompt for _, test, _ in value.folds for answer in test.answers]
+    tested = [answer.prompt for fold, _ in value.folds for answer in fold.test.answers]
     assert sorted(tested) == sorted(answer.prompt for answer in value.answers)
-    assert all(len(train.answers) + len(test.answers) == len(value.answers) for train, test, _ in value.folds)
+    assert all(len(fold.train.answers) + len(fold.test.answers) == len(value.answers) for fold, _ in value.folds)
 
 
 def test_a_linear_model_reads_back_too(fitted, tmp_path: Path) -> None:
@@ -216,3 +233,49 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     (log / "manifest.json").write_text(json.dumps({**manifest, "signals": ["step"]}))
     with pytest.raises(LogError, match="other signals"):
         fit_value(log, PLANTED_PROFILE, tmp_path / "value")
+
+
+def test_onward_worth_is_what_the_rounds_to_come_bring() -> None:
+    log = flatten(random_log(4, (14, 9)))
+    leaves, rho = all_leaves(log, CUT, COSTLY), 0.05
+    worth = onward(log, leaves, np.full(len(log.position), 5), rho)
+    run = replay(log, Mask(5), CUT, COSTLY, DRAFTING)
+    for index, answer in enumerate(log.answers):
+        mine = run.trace["answer"] == index
+        lags = sum(
+            float(lag_ms(COSTLY, lag, tokens[tokens > 0][0], answer.prompt_length + position))
+            for lag, tokens, position in zip(*(run.trace[name][mine] for name in ("lag", "tokens", "position")))
+        )
+        whole = answer.length - 1 - rho * (run.decode_ms[index] - lags)
+        assert worth[log.first[index]] == pytest.approx(whole)
+
+
+def test_scores_are_held_against_what_is_accepted(fitted) -> None:
+    log = flatten(planted_log(0))
+    medium = score_calibration(log)["medium"]
+    counted = log.remaining > 2
+    accepted = (log.ranks[counted, 3] < 4).sum()
+    assert sum(part["nodes"] for part in medium) == 2 * counted.sum()
+    assert sum(part["nodes"] * part["accepted"] for part in medium) == pytest.approx(accepted)
+    assert (medium[0]["s"], medium[-1]["s"]) == pytest.approx((np.exp(-0.2), np.exp(-0.1)))
+
+
+def test_the_report_names_the_signal_that_was_selected_and_the_releases_share(fitted) -> None:
+    page = (fitted[1] / "report.html").read_text()
+    assert (
+        "0 of 6 were selected (none)" in page
+        and "root_match" in page
+        and "http" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    )
+    assert page.count("<svg") == 8
+
+
+def test_metrics_are_the_value_models_until_something_ships(fitted) -> None:
+    metrics = json.loads((fitted[1] / "metrics.json").read_text())
+    assert metrics["schedule"] == "value model" and set(metrics["by_file"]) == {"f0", "f1"}
+    for name, figure in metrics["overall"].items():
+        parts = [metrics["by_file"][file][name]["value"] for file in ("f0", "f1")]
+        assert figure["value"] == pytest.approx(sum(parts) / 2)
+        assert figure["interval"][0] <= figure["value"] <= figure["interval"][1]
+    assert metrics["overall"]["gain_over_best_fixed"]["value"] > 0.1
+    assert 0.3 < metrics["overall"]["oracle_gap_share"]["value"] < 1

@@ -1,6 +1,7 @@
 """The command line: one command a stage, and `demo` for all of them. Results go to stdout, all else to stderr."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -46,6 +47,13 @@ CutOption = Annotated[
     ),
 ]
 Latency = Annotated[Path | None, typer.Option(help="Latency profile, from `treegraft profile`.")]
+WhatIf = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of --latency: r=0.3 (a call takes 0.3 target forwards, nothing else costs), or flat times in ms, "
+        "t_tgt=82,t_mid=48."
+    ),
+]
 Rho = Annotated[float | None, typer.Option(help="Tokens per ms for `worth`; by default 1 / T_tgt(1).")]
 Schedules = Annotated[
     list[str],
@@ -202,17 +210,17 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
 @app.command("fit-value")
 def fit_value(
     log: Annotated[Path, typer.Option(help="Log folder.")],
-    latency: Annotated[Path, typer.Option(help="Latency profile of the machine that will decode.")],
     out: Annotated[Path, typer.Option(help="Where the value model goes (a folder).")],
+    latency: Latency = None,
+    what_if: WhatIf = None,
     model: Annotated[str, typer.Option(help="lightgbm or linear.")] = "lightgbm",
     seed: Seed = 0,
 ) -> None:
     """Fit the expected worth of calling the medium drafter, and select the signals that predict it."""
-    from treegraft.runtime.latency import LatencyProfile
     from treegraft.value_system.value import fit_value
 
-    report = fit_value(log, LatencyProfile.load(latency), out, kind=model, seed=seed)
-    console.print(f"{out}: signals {', '.join(report['signals'])}")
+    report = fit_value(log, _priced(latency, what_if), out, kind=model, seed=seed)
+    _say(f"{out}: signals {', '.join(report['signals'])}; held-out speed over autoregressive decoding:")
     _print_figures(report["cross_validated"])
 
 
@@ -269,7 +277,8 @@ def export(
 @app.command()
 def evaluate(
     log: Annotated[Path, typer.Option(help="Log folder.")],
-    latency: Annotated[Path, typer.Option(help="Latency profile.")],
+    latency: Latency = None,
+    what_if: WhatIf = None,
     schedule: Schedules = ["small", "medium"],  # noqa: B006
     cut: CutOption = None,
     rho: Rho = None,
@@ -277,21 +286,22 @@ def evaluate(
 ) -> None:
     """Replay schedules on a log, exactly and without a model, and price them with a latency profile."""
     from treegraft.data.log import read_log
-    from treegraft.runtime.latency import LatencyProfile
     from treegraft.runtime.scheduler import Mask
     from treegraft.value_system.estimate import stand_in
-    from treegraft.value_system.replay import evaluate
+    from treegraft.value_system.gains import evaluate
 
+    priced = _priced(latency, what_if)
     manifest, answers = read_log(log)
     exact = all(len(answer.positions) == answer.length - 1 for answer in answers)
     if not exact:
         answers = stand_in(answers)
         _say(f"an estimate, not an exact replay: {log} holds the positions {manifest['positions']}", style="yellow")
     drafting = Drafting(**manifest["drafting"])
-    measured = LatencyProfile.load(latency)
-    plans = _plans(schedule, drafting, cut, measured, rho, same_trees=str(log))
-    result = {**evaluate(answers, plans, measured), "exact": exact}
+    plans = _plans(schedule, drafting, cut, priced, rho, same_trees=str(log))
+    result = {**evaluate(answers, plans, priced), "exact": exact}
     _report(result, json_out)
+    if not json_out:
+        print_gains(result)
     for plan in plans:
         if isinstance(plan.schedule, Mask):
             _say(f"{plan.name}: --rho {result['rho'][plan.name]:.6g} (tokens per ms) suits it here")
@@ -519,6 +529,27 @@ def _profile(latency: Path | None) -> Any:
     return LatencyProfile.load(latency)
 
 
+def _priced(latency: Path | None, what_if: str | None) -> Any:
+    """The latency profile that a log is priced with: exactly one of --latency and --what-if."""
+    from treegraft.runtime.latency import Curve, LatencyProfile
+
+    if (latency is None) == (what_if is None):
+        raise ValueError("give one of --latency (a profile from `treegraft profile`) and --what-if (such as r=0.3)")
+    if latency is not None:
+        return LatencyProfile.load(latency)
+    assert what_if is not None
+    fields = dict(part.partition("=")[::2] for part in what_if.split(","))
+    try:
+        values = {name.strip(): float(value) for name, value in fields.items()}
+    except ValueError:
+        values = {}
+    if not all(0 < value < math.inf for value in values.values()) or sorted(values) not in (["r"], ["t_mid", "t_tgt"]):
+        raise ValueError(f"--what-if {what_if!r}: give r=0.3, or t_tgt=82,t_mid=48 in ms, numbers above 0")
+    if "r" in values:
+        return LatencyProfile.what_if(values["r"])
+    return LatencyProfile(Curve((1,), (values["t_tgt"],)), Curve((1,), (values["t_mid"],)), machine=what_if)
+
+
 def _plans(
     schedules: list[str],
     drafting: Drafting,
@@ -589,8 +620,11 @@ def _report(result: dict[str, Any], as_json: bool) -> None:
 
 
 def _print_figures(figures: dict[str, Any]) -> None:
-    for name, value in figures.items():
-        console.print(f"  {name}: {value}", markup=False)
+    """What fit-value cross-validated, a line each: speedups over autoregressive, then the gain over the best mask."""
+    for name, found in figures.items():
+        ratio, (low, high) = (found[key] for key in (("speedup", "speedup_interval") if "speedup" in found
+                                                     else ("gain", "interval")))  # fmt: skip
+        _say(f"  {name}: {ratio:.3f} times (95 % {low:.3f} .. {high:.3f})")
 
 
 def _print_rivals(summary: dict[str, Any], ours: list[str], best: str) -> None:
@@ -617,6 +651,30 @@ def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:
             *((f"{m[of]:.2f}" for of in a_round) if m["rounds"] else ("", "")), text,
         )  # fmt: skip
     Console().print(table)
+
+
+def print_gains(result: dict[str, Any]) -> None:
+    """A table of gains in percent for each schedule, a row a benchmark; overall is the benchmarks' mean."""
+    measures = {
+        "gain_over_better_endpoint": "better endpoint",
+        "gain_over_best_fixed": "best mask",
+        "gain_over_best_fixed_hindsight": "in hindsight",
+        "oracle_gap_share": "oracle's gap",
+    }
+    for name in result["overall"]:
+        table = Table(title=f"{name}: gain in %, with its 95 % interval, over", title_justify="left", box=box.SIMPLE)
+        table.add_column("benchmark")
+        for column in measures.values():
+            table.add_column(column, justify="right", no_wrap=True)
+        for file, figures in (*result["by_file"].items(), ("overall", result["overall"])):
+            found = [figures[name][measure] for measure in measures if measure in figures[name]]
+            cells = [
+                f"{100 * f['value']:+.1f}\n{100 * f['interval'][0]:+.1f}..{100 * f['interval'][1]:+.1f}" for f in found
+            ]
+            if cells:
+                table.add_row(file, *cells)
+        if table.row_count:
+            Console().print(table)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def bars(figures: dict[str, dict[str, Any]]) -> str:
         )
     one = 170 + scale
     parts.append(f'<path d="M{one:.1f} 4V{10 + 34 * len(rows)}" stroke="#999" stroke-dasharray="3 3"/>')
-    return _svg(620, 20 + 34 * len(rows), parts)
+    return svg(620, 20 + 34 * len(rows), parts)
 
 
 def calls(shares: dict[str, list[float]]) -> str:
@@ -39,7 +39,7 @@ def calls(shares: dict[str, list[float]]) -> str:
             )
     steps = max(map(len, shares.values()), default=0)
     parts += [f'<text x="{164 + 70 * k}" y="20" text-anchor="middle">step {k + 1}</text>' for k in range(steps)]
-    return _svg(150 + 70 * steps, 40 + 30 * len(shares), parts)
+    return svg(150 + 70 * steps, 40 + 30 * len(shares), parts)
 
 
 def page(sections: list[tuple[str, str, str]], title: str = "TreeGraft demo") -> str:
@@ -93,7 +93,7 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
     return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{''.join(lines)}</table>"
 
 
-def _svg(width: int, height: int, parts: list[str]) -> str:
+def svg(width: int, height: int, parts: list[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="system-ui,sans-serif" font-size="12">{"".join(parts)}</svg>'

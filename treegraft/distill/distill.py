@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from treegraft.distill.examples import Examples
+from treegraft.distill.refine import refine
 from treegraft.distill.rules import RulesStudent, sentences
 from treegraft.distill.tree import TreeStudent
 from treegraft.distill.vectors import vectors
@@ -19,19 +20,25 @@ from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel, load_artifact
 from treegraft.runtime.size import Cut
+from treegraft.value_system.gains import gains, held_out_ms, rivals
 from treegraft.value_system.replay import (
-    NAMES,
     Positions,
-    Record,
     Replay,
     best_mask,
+    decide_many,
     fixed_point,
     flatten,
-    interval,
     replay,
-    speedup_draws,
 )
-from treegraft.value_system.value import ValueModel, features, load_value, states_of
+from treegraft.value_system.report import write_report
+from treegraft.value_system.value import (
+    ValueModel,
+    features,
+    gain,
+    load_value,
+    states_of,
+    write_metrics,
+)
 
 KINDS = ("rules", "tree", "auto")
 TURNS = 3  # of fitting a student and following it
@@ -51,23 +58,21 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
     wanted = ("rules", "tree") if kind == "auto" else (kind,)
     log = flatten(value.answers)
 
-    held_out: dict[str, list[Record]] = {}
-    for train, test, model in value.folds:
-        schedules: dict[str, Schedule] = {
-            "small": Mask(0),
-            "medium": Mask((1 << drafting.depth) - 1),
-            "best mask": Mask(best_mask(train, profile, drafting)),
-            **{name: learn(name, train, model, profile, drafting) for name in wanted},
-        }
-        held_out.setdefault(AUTOREGRESSIVE.name, []).extend(
-            replay(test, Mask(0), Cut("none"), profile, AUTOREGRESSIVE.drafting).records(AUTOREGRESSIVE.name)
-        )
-        for name, schedule in schedules.items():
-            rho, _ = fixed_point(train, schedule, profile, drafting)
-            run = replay(test, schedule, Cut("worth", rho, profile), profile, drafting)
-            held_out.setdefault(name, []).extend(run.records(name))
+    folds = [fold for fold, _ in value.folds]
+    against = rivals(value.answers, folds, profile, drafting)
+    ms = {
+        AUTOREGRESSIVE.name: replay(log, Mask(0), Cut("none"), profile, AUTOREGRESSIVE.drafting).ms,
+        "small": against.small,
+        "medium": against.medium,
+        "best mask": against.best_fixed,
+        **{name: np.zeros(len(value.answers)) for name in wanted},
+    }
+    for fold, model in value.folds:
+        for name in wanted:
+            student = learn(name, fold.train, model, profile, drafting)
+            ms[name][fold.index] = held_out_ms(fold, student, profile, drafting)
 
-    judged = {name: gain(held_out[name], held_out["best mask"]) for name in wanted}
+    judged = {name: gain(value.answers, ms[name], against.best_fixed) for name in wanted}
     chosen = max(wanted, key=lambda name: judged[name]["gain"])
     fallback = best_mask(log, profile, drafting)
     better = judged[chosen]["interval"][0] > 1
@@ -77,13 +82,15 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
 
     baselines = [AUTOREGRESSIVE.name, "small", "medium", "best mask"]
     expected = {
-        "overall": {name: gain(held_out[ships], held_out[name]) for name in baselines},
+        "overall": {name: gain(value.answers, ms[ships], ms[name]) for name in baselines},
         "by_file": {
-            file: {name: gain(_of(held_out[ships], file), _of(held_out[name], file)) for name in baselines}
-            for file in sorted({record.file for record in held_out[ships]})
+            file: {name: gain(value.answers, ms[ships], ms[name], file) for name in baselines}
+            for file in sorted({answer.file for answer in value.answers})
         },
         "calls": calls(run, drafting.depth),
     }
+    write_metrics(value_folder, ships, gains(value.answers, ms[ships], against))
+    write_report(value_folder)
     models = {role: model["fingerprint"] for role, model in value.manifest["models"].items()}
     artifact = Artifact(
         schedule, drafting.as_dict(), {"kind": "worth", "rho": rho, "profile": asdict(profile)}, fallback, models,
@@ -107,65 +114,45 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
 def learn(
     kind: str, log: Positions, model: ValueModel, profile: LatencyProfile, drafting: Drafting
 ) -> Rules | TreeModel:
-    """A student of `model` on a log: fit, follow it, refit on what it visits; the fastest of TURNS in replay."""
+    """A student of `model` on a log: fit, follow it, refit on what it visits; the fastest of TURNS, then refined."""
     cut = Cut("worth", model.rho_, profile)
     names = [name for name in model.names if kind == "tree" or name != "step"]  # rules have a step each
-    student: Rules | TreeModel | None = None
     visits = [np.full((len(log.position), 1 << step), ELSEWHERE) for step in range(log.depth)]
-    best: tuple[float, Rules | TreeModel] | None = None
+    best: tuple[float, Rules | TreeModel, list[np.ndarray]] | None = None
+    student: ValueModel | Rules | TreeModel = model
     run = replay(log, model, cut, profile, drafting)
     for _ in range(TURNS):
         states = states_of(log, run)
-        margins = model.margins(log, states)
         values = [features(log, states, step) for step in range(1, log.depth + 1)]
-        follow(student, margins, values, visits, states.weight, drafting)
-        margin = np.concatenate([part.ravel() for part in margins])
+        follow(student, log, values, visits, states.weight, drafting)
+        margin = np.concatenate([part.ravel() for part in model.margins(log, states)])
         weight = np.concatenate([(part * (states.weight > 0)[:, None]).ravel() for part in visits])
         used = np.isfinite(margin) & (weight > 0)
         examples = Examples(np.concatenate(values)[used], margin[used], weight[used], names)
         student = RulesStudent().fit(examples).rules_ if kind == "rules" else TreeStudent().fit(examples).tree_
         run = replay(log, student, cut, profile, drafting)
         if best is None or run.rho > best[0]:
-            best = run.rho, student
+            best = run.rho, student, values
     assert best is not None
-    return best[1]
+    return refine(best[1], best[2], log, cut, profile, drafting)
 
 
 def follow(
-    student: Rules | TreeModel | None,
-    margins: list[np.ndarray],
+    student: ValueModel | Rules | TreeModel,
+    log: Positions,
     values: list[np.ndarray],
     visits: list[np.ndarray],
     weight: np.ndarray,
     drafting: Drafting,
 ) -> None:
-    """Add each position's `weight` to `visits` where the student (None: its teacher) comes to decide."""
-    rows = np.arange(len(margins[0]))
+    """Add each position's `weight` to `visits` where the student (at first its teacher) comes to decide."""
+    rows = np.arange(len(weight))
     masks = np.zeros(len(rows), dtype=int)
-    for step, margin in enumerate(margins, start=1):
-        visits[step - 1][rows, masks] += weight
-        if student is None:
-            invoke = margin[rows, masks] > 0
-        else:
-            read = values[step - 1].reshape(*margin.shape, -1)[rows, masks][:, [NAMES.index(n) for n in student.reads]]
-            invoke = np.array([
-                drafting.may_call(mask) and student.decide(step, mask, dict(zip(student.reads, row)))
-                for mask, row in zip(masks.tolist(), read.tolist())
-            ])  # fmt: skip
-        masks |= invoke.astype(int) << (step - 1)
-
-
-def gain(records: list[Record], base: list[Record]) -> dict[str, Any]:
-    """Tokens per second over those of other records of the same answers, with a 95 % interval paired by prompt."""
-    sums = []
-    for part in (records, base):
-        prompts: dict[tuple[str, str], np.ndarray] = {}
-        for r in part:
-            prompts[r.file, r.prompt] = prompts.get((r.file, r.prompt), 0) + np.array([r.tokens, r.ms])
-        sums.append(np.array([prompts[key] for key in sorted(prompts)]).T)
-    (tokens, ms), (base_tokens, base_ms) = sums
-    ratio = float(tokens.sum() / ms.sum() * base_ms.sum() / base_tokens.sum())
-    return {"gain": ratio, "interval": interval(speedup_draws(tokens, ms, base_tokens, base_ms))}
+    room = np.array([drafting.may_call(mask) for mask in range(1 << log.depth)])
+    for step, (read, visited) in enumerate(zip(values, visits), start=1):
+        visited[rows, masks] += weight
+        state = read.reshape(*visited.shape, -1)[rows, masks]
+        masks |= (room[masks] & decide_many(student, step, masks, state)) << (step - 1)
 
 
 def calls(run: Replay, depth: int) -> dict[str, list[float]]:
@@ -174,10 +161,6 @@ def calls(run: Replay, depth: int) -> dict[str, list[float]]:
     called = run.trace["mask"][:, None] >> np.arange(depth) & 1
     chosen = {"overall": np.ones(len(file), bool), **{name: file == name for name in sorted(set(file.tolist()))}}
     return {name: [round(share, 6) for share in called[rows].mean(axis=0).tolist()] for name, rows in chosen.items()}
-
-
-def _of(records: list[Record], file: str) -> list[Record]:
-    return [record for record in records if record.file == file]
 
 
 def _summary(report: dict[str, Any], schedule: Schedule, out_path: Path, depth: int, better: bool) -> str:

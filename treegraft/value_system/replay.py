@@ -6,7 +6,6 @@ latency profile. A live run with the same plan makes the same rounds.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +14,7 @@ from treegraft.data.log import Answer, LogError
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
-from treegraft.runtime.scheduler import Artifact, Schedule
+from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel
 from treegraft.runtime.signals import LOGGED, SIGNALS
 from treegraft.runtime.size import Cut
 
@@ -154,10 +153,52 @@ def next_lag(lag: Any, accepted: Any, q: Any, called: Any) -> np.ndarray:
     return np.where(called, accepted - np.minimum(accepted, q), lag + 1 + accepted)
 
 
-def trajectory(lag: int, accepted: Sequence[int]) -> list[float]:
-    """The trajectory signals, as a live round reads them, from the lag and the accepted lengths so far."""
-    state: Any = SimpleNamespace(lag=lag, accepted=accepted)
-    return [float(SIGNALS[name].compute(state)) for name in TRAJECTORY]
+def trajectory(lag: np.ndarray, recent: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+    """The trajectory signals (n, len(TRAJECTORY)), as live rounds read them.
+
+    `lag` (n,), `rounds` (n,) so far, `recent` (n, 4) the latest accepted lengths, newest first, 0 where there are none.
+    """
+    found = {
+        "lag": lag, "accepted_last": recent[:, 0],
+        "accepted_mean4": recent.sum(axis=1) / np.clip(rounds, 1, recent.shape[1]),
+    }  # fmt: skip
+    return np.stack([np.asarray(found[name], np.float64) for name in TRAJECTORY], axis=1)
+
+
+def decide_many(schedule: Schedule | Artifact | Policy, step: int, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The decisions (n,) bool of any schedule, as `decide` makes them one by one; arguments as Policy has them."""
+    if isinstance(schedule, Artifact):
+        known = np.isfinite(values[:, [NAMES.index(name) for name in schedule.reads]]).all(axis=1)
+        return np.where(
+            known, decide_many(schedule.schedule, step, masks, values), Mask(schedule.fallback).decide(step, 0, {})
+        )
+    if isinstance(schedule, Mask):
+        return np.full(len(masks), schedule.decide(step, 0, {}))
+    if isinstance(schedule, Rules):
+        made = np.zeros(len(masks), dtype=bool)
+        for rule in schedule.rules:
+            if rule.step == step:
+                made |= np.all([_meets(values, *condition) for condition in rule.conditions], axis=0)
+        return made
+    if isinstance(schedule, TreeModel):
+        return np.array(schedule.value)[leaf_of(schedule, values)] > 0
+    return schedule.decide_many(step, masks, values)
+
+
+def _meets(values: np.ndarray, name: str, operator: str, threshold: float) -> np.ndarray:
+    read = values[:, NAMES.index(name)]
+    return read <= threshold if operator == "<=" else read > threshold
+
+
+def leaf_of(tree: TreeModel, values: np.ndarray) -> np.ndarray:
+    """The node (n,) of a tree model in which each state, all signals (n, len(NAMES)), ends up."""
+    feature, threshold, left, right = (np.array(c) for c in (tree.feature, tree.threshold, tree.left, tree.right))
+    read = values[:, [NAMES.index(name) for name in tree.reads]]
+    nodes, inner = np.zeros(len(values), dtype=int), np.arange(len(values))
+    while len(inner := inner[feature[nodes[inner]] >= 0]):
+        at = nodes[inner]
+        nodes[inner] = np.where(read[inner, feature[at]] <= threshold[at], left[at], right[at])
+    return nodes
 
 
 @dataclass
@@ -222,18 +263,28 @@ def replay(
     log = flatten(answers)
     if drafting.depth == 0:
         return _autoregressive(log, profile)
-    if (decide_many := getattr(schedule, "decide_many", None)) is not None:
-        return _run(log, np.arange(len(log.answers)), lambda step, _, *state: decide_many(step, *state), True,
-                    cut, profile, drafting)  # fmt: skip
-    reads = schedule.reads  # type: ignore[union-attr]
-    columns = [NAMES.index(name) for name in reads]
+    reads = bool(getattr(schedule, "reads", True))
 
-    def decide(step: int, lanes: np.ndarray, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
-        read = values[:, columns].tolist() if reads else [()] * len(masks)
-        made = [schedule.decide(step, m, dict(zip(reads, v))) for m, v in zip(masks.tolist(), read)]  # type: ignore
-        return np.array(made, dtype=bool)
+    def decide(step: int, _: np.ndarray, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return decide_many(schedule, step, masks, values)
 
-    return _run(log, np.arange(len(log.answers)), decide, bool(reads), cut, profile, drafting)
+    return _run(log, np.arange(len(log.answers)), decide, reads, cut, profile, drafting)
+
+
+def race(
+    log: Positions, entrants: int, decide: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
+    reads: bool, cut: Cut, profile: LatencyProfile, drafting: Drafting,
+) -> np.ndarray:  # fmt: skip
+    """Replay many schedules at once: decode ms (entrants, answers).
+
+    `decide(step, entrant (n,), masks (n,), values)` gets signals only where it `reads`.
+    """
+    count = len(log.answers)
+    lanes = np.tile(np.arange(count), entrants)
+    run = _run(
+        log, lanes, lambda step, lane, *state: decide(step, lane // count, *state), reads, cut, profile, drafting
+    )
+    return run.decode_ms.reshape(entrants, count)
 
 
 def _run(
@@ -252,7 +303,7 @@ def _run(
     prompt = np.array([answer.prompt_length for answer in answers])
     decode_ms, rounds, calls, total = np.zeros(len(lanes)), *np.zeros((3, len(lanes)), dtype=int)
     row, lag = log.first[lanes].copy(), prompt.copy()
-    accepted: list[list[int]] = [[] for _ in lanes]
+    recent = np.zeros((len(lanes), 4), dtype=int)
     room = np.array([drafting.may_call(mask) for mask in range(1 << log.depth)])
     trace: list[dict[str, np.ndarray]] = []
     active = np.flatnonzero(tokens > 1)
@@ -261,7 +312,7 @@ def _run(
         called = np.zeros(len(active), dtype=bool)
         values = np.empty((len(active), len(NAMES) if reads else 0))
         if reads:
-            values[:, len(LOGGED) :] = [trajectory(int(lag[lane]), accepted[lane]) for lane in active]
+            values[:, len(LOGGED) :] = trajectory(lag[active], recent[active], rounds[active])
         for step in range(1, log.depth + 1):
             if reads:
                 values[:, : len(LOGGED)] = log.signals[rows, node(step, masks)]
@@ -285,8 +336,7 @@ def _run(
         calls[active] += leaves.calls
         total[active] += leaves.accepted
         lag[active] = next_lag(lag[active], leaves.accepted, q, called)
-        for lane, count in zip(active.tolist(), leaves.accepted.tolist()):
-            accepted[lane].append(count)
+        recent[active] = np.column_stack([leaves.accepted, recent[active, :-1]])
         row[active] += leaves.accepted + 1
         active = active[log.remaining[rows] > leaves.accepted + 1]
     names = ("answer", "position", "lag", "mask", "tokens", "kept", "accepted", "q")
@@ -346,17 +396,15 @@ def best_mask(answers: Sequence[Answer] | Positions, profile: LatencyProfile, dr
     """The fixed mask of most replayed tokens per second (the lowest on ties), at its own fixed point of rho."""
     log = flatten(answers)
     masks = np.array([m for m in range(1 << log.depth) if log.possible[:, m].all() and _within(drafting, m)])
-    count = len(log.answers)
-    lanes, bits = np.tile(np.arange(count), len(masks)), np.repeat(masks, count)
     rho = _autoregressive(log, profile).rho
+    tokens = np.array([answer.length for answer in log.answers])
     best, tried = (0.0, 0), set[float]()
     while rho not in tried and len(tried) < 20:
         tried.add(rho)
-        run = _run(log, lanes, lambda step, lane, *_: (bits[lane] >> (step - 1) & 1).astype(bool), False,
-                   Cut("worth", rho, profile), profile, drafting)  # fmt: skip
-        ms = run.decode_ms.reshape(len(masks), count).sum(axis=1)
+        ms = race(log, len(masks), lambda step, entrant, *_: (masks[entrant] >> (step - 1) & 1).astype(bool), False,
+                  Cut("worth", rho, profile), profile, drafting).sum(axis=1)  # fmt: skip
         at = int(ms.argmin())
-        found = rate(run.tokens[:count], ms[at])
+        found = rate(tokens, ms[at])
         best = max(best, (found, -int(masks[at])))
         if abs(found - rho) <= 1e-9 * rho:
             return int(masks[at])
@@ -448,20 +496,6 @@ def _shortest(log: Positions, index: int, edges: _Edges, profile: LatencyProfile
             stay = np.minimum(stay, call.min(axis=0))
         least[t, : t + 2] = stay
     return float(least[0, 0])
-
-
-def evaluate(answers: Sequence[Answer] | Positions, plans: Sequence[Plan], profile: LatencyProfile) -> dict[str, Any]:
-    """Replay plans, with autoregressive decoding: `summarise`'s figures, and under "rho" the rho to use.
-
-    That is each schedule's fixed point, in tokens per ms: what its "worth" cut should weigh time by.
-    """
-    log = flatten(answers)
-    records, rho = [], {}
-    for plan in (AUTOREGRESSIVE, *(p for p in plans if p.name != AUTOREGRESSIVE.name)):
-        run = replay(log, plan.schedule, plan.cut, profile, plan.drafting)
-        records += run.records(plan.name)
-        rho[plan.name] = fixed_point(log, plan.schedule, profile, plan.drafting)[0] if plan.drafting.depth else run.rho
-    return {**summarise(records), "rho": rho}
 
 
 def summarise(records: Sequence[Any]) -> dict[str, Any]:

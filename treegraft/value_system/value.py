@@ -1,8 +1,9 @@
 """The value model: what calling the medium drafter is worth at every decision (spec section 6).
 
-Worth is counted in tokens: emitted tokens - rho * time + h(the lag left behind). Both children of every decision are in
-the log, so the model fits their difference, the margin, by backward induction from step K to 1; each step's decisions
-are the model's own. Decisions change rho and the lags, so fitting and replaying take turns.
+Worth is counted in tokens: emitted tokens - rho * time + h(the lag left behind) + h(the position landed on). Both
+children of every decision are in the log, so the model fits their difference, the margin, by backward induction from
+step K to 1; each step's decisions are the model's own. Decisions change rho, the lags and what follows a landing, so
+fitting and replaying take turns.
 """
 
 import hashlib
@@ -10,13 +11,13 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightgbm
 import numpy as np
 from sklearn.base import BaseEstimator
-from sklearn.model_selection import GroupKFold
 from threadpoolctl import threadpool_limits
 
 from treegraft.data.log import MANIFEST, Answer, LogError, read_log
@@ -24,8 +25,9 @@ from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Mask
-from treegraft.runtime.signals import LOGGED
+from treegraft.runtime.signals import LOGGED, RELEASE
 from treegraft.runtime.size import Cut
+from treegraft.value_system.gains import Fold, Rivals, gains, make_fold, make_folds, prompt_groups, rivals
 from treegraft.value_system.replay import (
     NAMES,
     TRAJECTORY,
@@ -40,16 +42,16 @@ from treegraft.value_system.replay import (
     lag_ms,
     next_lag,
     node,
-    oracle,
     replay,
     speedup_draws,
     trajectory,
 )
+from treegraft.value_system.report import write_report
 
 VERSION = 1
 KINDS = ("lightgbm", "linear")
 TURNS = 3  # of fitting and replaying
-FOLDS = 4
+VALUE_MODEL = "value model"
 SIZES = (1, 2, 3, 4, 6, 8, 12)  # numbers of signals that the selection tries besides all, CONTEXT aside
 CONTEXT = ("step", "medium_calls", "mask")  # read by every model: they are free, and need not be selected
 INSIDE = 0.2  # weight of a position where the replay started no round; where it did, 1
@@ -93,28 +95,54 @@ def states_of(log: Positions, run: Replay) -> States:
         mine = np.flatnonzero(run.trace["answer"] == index)
         calls = called[mine].tolist()
         followed += [any(calls[i + 1 :]) for i in range(len(calls) - 1)]
-        history: list[int] = []
+        recent = np.zeros((1, 4), dtype=int)
         rounds = zip(*(run.trace[name][mine].tolist() for name in ("position", "lag", "accepted", "q")), calls)
-        for position, lag, accepted, q, call in rounds:
+        for done, (position, lag, accepted, q, call) in enumerate(rounds):
             row = first + position
-            lags[row], values[row], weight[row] = lag, trajectory(lag, history), 1.0
-            for stopped in range(min(accepted, log.remaining[row] - 1)):
-                inside = int(next_lag(lag, stopped, q, call))
-                lags[row + stopped + 1] = inside
-                values[row + stopped + 1] = trajectory(inside, [*history[-3:], stopped])
-            history = [*history[-3:], accepted]
+            # Where the round started, and where it would have stopped after 0, 1, ... accepted tokens.
+            stops = np.arange(min(accepted, log.remaining[row] - 1))
+            inside = next_lag(lag, stops, q, call)
+            here = slice(row, row + len(stops) + 1)
+            past = np.column_stack([stops, np.repeat(recent[:, :-1], len(stops), axis=0)])
+            lags[here] = np.concatenate([[lag], inside])
+            values[here] = trajectory(
+                lags[here], np.concatenate([recent, past]), np.append(done, np.full(len(stops), done + 1))
+            )
+            weight[row] = 1.0
+            recent = np.column_stack([accepted, recent[:, :-1]])
     return States(lags, values, weight * (log.remaining > log.depth), float(np.mean(followed)) if followed else 0.0)
 
 
-def leaf_worth(log: Positions, leaves: Leaves, states: States, rho: float, profile: LatencyProfile) -> np.ndarray:
-    """Worth in tokens of every leaf (R, M); NaN where the log has none."""
+def leaf_worth(
+    log: Positions, leaves: Leaves, states: States, masks: np.ndarray, rho: float, profile: LatencyProfile
+) -> np.ndarray:
+    """Worth in tokens of every leaf (R, M), later rounds following `masks` (R,); NaN where the log has none."""
     context, lag = log.context[:, None], states.lag[:, None]
     ms = leaves.ms + lag_ms(profile, lag, leaves.first, context)
     left = next_lag(lag, leaves.accepted, log.q, leaves.first > 0)
     # A later call will pay for the lag that is left, if one comes before the answer ends.
-    ends = log.remaining[:, None] <= leaves.accepted + 1
+    landing = leaves.accepted + 1
+    ends = log.remaining[:, None] <= landing
     debt = np.where(ends, 0.0, lag_ms(profile, left, 1, context))
-    return np.where(log.possible, leaves.emitted - rho * (ms + states.later * debt), np.nan)
+    rows = np.arange(len(log.position))[:, None]
+    after = np.where(ends, 0.0, onward(log, leaves, masks, rho)[np.where(ends, 0, rows + landing)])
+    return np.where(log.possible, leaves.emitted - rho * (ms + states.later * debt) + after, np.nan)
+
+
+def onward(log: Positions, leaves: Leaves, masks: np.ndarray, rho: float) -> np.ndarray:
+    """What each position is worth (R,), in tokens: those to come - rho * their time, under `masks` (R,), lag aside.
+
+    Some positions are good ones to land on, such as the start of a passage that the small drafter can copy.
+    """
+    rows = np.arange(len(masks))
+    emitted, ms, accepted = (part[rows, masks] for part in (leaves.emitted, leaves.ms, leaves.accepted))
+    last = (log.remaining <= accepted + 1).tolist()
+    following = (rows + accepted + 1).tolist()
+    worth = (emitted - rho * ms).tolist()
+    for row in reversed(range(len(worth))):
+        if not last[row]:
+            worth[row] += worth[following[row]]
+    return np.array(worth)
 
 
 def features(log: Positions, states: States, step: int) -> np.ndarray:
@@ -186,12 +214,11 @@ class ValueModel(BaseEstimator):
     """Margins of calling over skipping, in tokens, by step; it is also the policy that calls where they are positive.
 
     kind "lightgbm" or "linear" (ridge regression, as a check); signals: the names to read (default: all).
-    After `fit`: `models_` by step, `rho_` (tokens per ms), `run_` (its replay on the training answers), `states_`.
+    After `fit`: `models_` by step, `rho_` (tokens per ms) and `states_` of its replay on the training answers.
     """
 
     models_: dict[int, Any]
     rho_: float
-    run_: Replay
     states_: States
 
     def __init__(self, kind: str = "lightgbm", seed: int = 0, signals: Sequence[str] | None = None):
@@ -211,16 +238,20 @@ class ValueModel(BaseEstimator):
             raise ValueError(f"--model {self.kind!r}: give one of {', '.join(KINDS)}")
         log = flatten(answers)
         if start is None:
-            turns, (rho, run) = TURNS, fixed_point(log, Mask(best_mask(log, profile, drafting)), profile, drafting)
+            mask = best_mask(log, profile, drafting)
+            rho, run = fixed_point(log, Mask(mask), profile, drafting)
+            states, masks = states_of(log, run), np.full(len(log.position), mask)
         else:
-            turns, rho, run = 1, start.rho_, start.run_
-        for _ in range(turns):
-            self.states_ = states_of(log, run)
-            worth = leaf_worth(log, all_leaves(log, Cut("worth", rho, profile), profile), self.states_, rho, profile)
+            rho, states, masks = start.rho_, start.states_, start.masks(log, start.states_)
+        for _ in range(TURNS if start is None else 1):
+            leaves = all_leaves(log, Cut("worth", rho, profile), profile)
+            worth = leaf_worth(log, leaves, states, masks, rho, profile)
             self.models_ = {}
-            backward(log, worth, lambda step, margin: self._fit_step(log, step, margin))
+            backward(log, worth, partial(self._fit_step, log, states))
             rho, run = fixed_point(log, self, profile, drafting, rho)
-        self.rho_, self.run_, self.states_ = rho, run, states_of(log, run)
+            states = states_of(log, run)
+            masks = self.masks(log, states)
+        self.rho_, self.states_ = rho, states
         return self
 
     def importance(self) -> dict[str, list[float]]:
@@ -262,15 +293,19 @@ class ValueModel(BaseEstimator):
             made.append(np.where(log.possible[:, half : 2 * half], predicted, -np.inf))
         return made
 
-    def _fit_step(self, log: Positions, step: int, margin: np.ndarray) -> np.ndarray:
+    def masks(self, log: Positions, states: States) -> np.ndarray:
+        """The mask (R,) that the model decides on at each position."""
+        return path([margin > 0 for margin in self.margins(log, states)])[-1]
+
+    def _fit_step(self, log: Positions, states: States, step: int, margin: np.ndarray) -> np.ndarray:
         """Fit one step's model; returns its decisions, shaped as `margin`."""
-        weight = np.where(np.isnan(margin), 0.0, self.states_.weight[:, None]).ravel()
+        weight = np.where(np.isnan(margin), 0.0, states.weight[:, None]).ravel()
         rows = np.flatnonzero(weight)
         if not len(rows):
             return np.zeros(margin.shape, dtype=bool)
         if len(rows) > ROWS:
             rows = np.sort(np.random.default_rng(self.seed).choice(rows, ROWS, replace=False))
-        values = features(log, self.states_, step)
+        values = features(log, states, step)
         x, y, weight = values[rows][:, self._columns], margin.ravel()[rows], weight[rows] / weight[rows].mean()
         if self.kind == "lightgbm":
             # The nodes of a position share its luck, so a leaf needs positions, not nodes.
@@ -329,10 +364,7 @@ def fit_value(
             f"{log_folder}: no answer is longer than {drafting.depth + 2} tokens, so none shows what {drafting.depth} "
             "steps of drafting gain; collect with a greater --max-new-tokens"
         )
-    folds = [
-        _Fold(flatten([answers[i] for i in train]), flatten([answers[i] for i in test]), test)
-        for train, test in GroupKFold(min(FOLDS, int(groups.max()) + 1)).split(groups, groups=groups)
-    ]
+    folds = make_folds(answers)
     full = [ValueModel(kind, seed).fit(fold.train, profile, drafting) for fold in folds]
     sizes = [*SIZES, len(NAMES) - len(CONTEXT)]
     models = {size: [_smaller(model, size, fold.train, profile, drafting) for model, fold in zip(full, folds)]
@@ -341,12 +373,20 @@ def fit_value(
     for size, own in models.items():
         ms[size] = np.zeros(len(answers))
         for fold, model in zip(folds, own):
-            ms[size][fold.index] = _test(fold, model, model.rho_, profile, drafting)
+            ms[size][fold.index] = _test(fold, model, profile, drafting)
     size, selection = _select(answers, ms)
     chosen = models[size]
 
+    # The six signals of the paper's release, as a check on what was selected.
+    of_release = np.zeros(len(answers))
+    for fold, start in zip(folds, full):
+        own = ValueModel(kind, seed, [*CONTEXT, *RELEASE]).fit(fold.train, profile, drafting, start)
+        of_release[fold.index] = _test(fold, own, profile, drafting)
+    against = rivals(answers, folds, profile, drafting)
+
     everything = flatten(answers)
-    model = _smaller(ValueModel(kind, seed).fit(everything, profile, drafting), size, everything, profile, drafting)
+    all_signals = ValueModel(kind, seed).fit(everything, profile, drafting)
+    model = _smaller(all_signals, size, everything, profile, drafting)
     report = {
         "version": VERSION,
         "kind": kind,
@@ -356,9 +396,12 @@ def fit_value(
         "rho": model.rho_,
         "signals": model.names,
         "selection": selection,
-        "cross_validated": _baselines(answers, folds, chosen, ms[size], profile, drafting),
+        "release": gain(answers, of_release, ms[size]),
+        "cross_validated": _cross_validated(answers, ms[size], against, profile),
         "calibration": _calibration(folds, chosen, profile, drafting),
-        "importance": model.importance(),
+        "score_calibration": score_calibration(everything),
+        "calls": _calls(folds, chosen, profile, drafting),
+        "importance": all_signals.importance(),
         "folds": [
             {"test": fold.index.tolist(), "rho": own.rho_, "signals": own.names} for fold, own in zip(folds, chosen)
         ],
@@ -368,26 +411,31 @@ def fit_value(
         own.save(out_folder / name)
     profile.save(out_folder / "latency.json")
     (out_folder / "value.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_metrics(out_folder, VALUE_MODEL, gains(answers, ms[size], against))
+    write_report(out_folder)
     return report
 
 
-@dataclass
-class _Fold:
-    train: Positions
-    test: Positions
-    index: np.ndarray  # of the test answers among all
+def write_metrics(value_folder: Path, schedule: str, measured: dict[str, Any]) -> None:
+    """Write metrics.json: cross-validated gains (`gains`) and the schedule that they are of.
 
-
-def prompt_groups(answers: Sequence[Answer]) -> np.ndarray:
-    """The number of each answer's prompt, (answers,): turns of a conversation share it."""
-    known: dict[tuple[str, str], int] = {}
-    return np.array([known.setdefault((answer.file, answer.prompt), len(known)) for answer in answers])
+    After fit-value that is the value model; distill writes those of what it ships.
+    """
+    (value_folder / "metrics.json").write_text(json.dumps({"schedule": schedule, **measured}, indent=1) + "\n")
 
 
 def per_prompt(answers: Sequence[Answer], ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and ms summed by prompt."""
     groups = prompt_groups(answers)
     return np.bincount(groups, [answer.length for answer in answers]), np.bincount(groups, ms)
+
+
+def gain(answers: Sequence[Answer], ms: np.ndarray, base_ms: np.ndarray, file: str | None = None) -> dict[str, Any]:
+    """Tokens per second over those of other times (answers,), with a 95 % interval paired by prompt; of one file."""
+    mine = np.array([file in (None, answer.file) for answer in answers])
+    chosen = [answer for answer, of_file in zip(answers, mine) if of_file]
+    (tokens, own), (_, base) = per_prompt(chosen, ms[mine]), per_prompt(chosen, base_ms[mine])
+    return {"gain": float(base.sum() / own.sum()), "interval": interval(speedup_draws(tokens, own, tokens, base))}
 
 
 def _smaller(model: ValueModel, size: int, train: Positions, profile: LatencyProfile, drafting: Drafting) -> ValueModel:
@@ -398,16 +446,8 @@ def _smaller(model: ValueModel, size: int, train: Positions, profile: LatencyPro
     return ValueModel(model.kind, model.seed, signals).fit(train, profile, drafting, model)
 
 
-def _test(fold: _Fold, schedule: Any, rho: float, profile: LatencyProfile, drafting: Drafting) -> np.ndarray:
-    return replay(fold.test, schedule, Cut("worth", rho, profile), profile, drafting).ms
-
-
-def _held_out(folds: list[_Fold], count: int, of_fold: Callable[[int, _Fold], np.ndarray]) -> np.ndarray:
-    """Gather a figure of each fold's test answers, (count,)."""
-    gathered = np.zeros(count)
-    for i, fold in enumerate(folds):
-        gathered[fold.index] = of_fold(i, fold)
-    return gathered
+def _test(fold: Fold, model: ValueModel, profile: LatencyProfile, drafting: Drafting) -> np.ndarray:
+    return replay(fold.test, model, Cut("worth", model.rho_, profile), profile, drafting).ms
 
 
 def _select(answers: list[Answer], ms: dict[int, np.ndarray]) -> tuple[int, list[dict[str, float]]]:
@@ -427,45 +467,69 @@ def _select(answers: list[Answer], ms: dict[int, np.ndarray]) -> tuple[int, list
     return int(chosen), rows
 
 
-def _baselines(
-    answers: list[Answer], folds: list[_Fold], models: list[ValueModel], learned: np.ndarray,
-    profile: LatencyProfile, drafting: Drafting,
-) -> dict[str, Any]:  # fmt: skip
-    """Held-out tokens per second of the model and of what it competes with, each at its own training rho."""
-
-    def mask(bits: Callable[[_Fold], int]) -> np.ndarray:
-        def of_fold(_: int, fold: _Fold) -> np.ndarray:
-            schedule = Mask(bits(fold))
-            return _test(fold, schedule, fixed_point(fold.train, schedule, profile, drafting)[0], profile, drafting)
-
-        return _held_out(folds, len(answers), of_fold)
-
-    prompt_ms = profile.target(np.array([answer.prompt_length for answer in answers]), 0)
-    bounds = [oracle(fold.test, Cut("worth", model.rho_, profile), profile) for fold, model in zip(folds, models)]
+def _cross_validated(
+    answers: list[Answer], learned: np.ndarray, against: Rivals, profile: LatencyProfile
+) -> dict[str, Any]:
+    """Held-out tokens per second, over all answers, of the value model and of what it competes with."""
     ms = {
         "autoregressive": replay(answers, Mask(0), Cut("none"), profile, AUTOREGRESSIVE.drafting).ms,
-        "small": mask(lambda _: 0),
-        "medium": mask(lambda _: (1 << drafting.depth) - 1),
-        "best mask": mask(lambda fold: best_mask(fold.train, profile, drafting)),
-        "value model": learned,
-        "oracle over masks": prompt_ms + _held_out(folds, len(answers), lambda i, _: bounds[i].masks_ms),
-        "oracle over masks and cuts": prompt_ms + _held_out(folds, len(answers), lambda i, _: bounds[i].cuts_ms),
+        "small": against.small,
+        "medium": against.medium,
+        "best mask": against.best_fixed,
+        VALUE_MODEL: learned,
+        "oracle over masks": against.oracle_masks,
+        "oracle over masks and cuts": against.oracle,
     }
     tokens = sum(answer.length for answer in answers)
+    plain = per_prompt(answers, ms["autoregressive"])
     figures: dict[str, Any] = {
         name: {"tokens_per_second": float(1e3 * tokens / times.sum()),
-               "speedup": float(ms["autoregressive"].sum() / times.sum())}
+               "speedup": float(ms["autoregressive"].sum() / times.sum()),
+               "speedup_interval": interval(speedup_draws(*per_prompt(answers, times), *plain))}
         for name, times in ms.items()
     }  # fmt: skip
-    draws = speedup_draws(*per_prompt(answers, learned), *per_prompt(answers, ms["best mask"]))
-    figures["value model over best mask"] = {
-        "gain": float(ms["best mask"].sum() / learned.sum()), "interval": interval(draws)
-    }  # fmt: skip
+    figures["value model over best mask"] = gain(answers, learned, against.best_fixed)
     return figures
 
 
+def _calls(
+    folds: list[Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
+) -> dict[str, list[float]]:
+    """The share of held-out rounds, by file and in all, where the model calls at each step."""
+    called: dict[str, list[np.ndarray]] = {}
+    for fold, model in zip(folds, models):
+        trace = replay(fold.test, model, Cut("worth", model.rho_, profile), profile, drafting).trace
+        steps = trace["mask"][:, None] >> np.arange(drafting.depth) & 1
+        for index, answer in enumerate(fold.test.answers):
+            called.setdefault(answer.file, []).append(steps[trace["answer"] == index])
+    by_file = {file: np.concatenate(parts) for file, parts in sorted(called.items())}
+    rows = {**by_file, "overall": np.concatenate(list(by_file.values()))}
+    return {name: steps.mean(axis=0).tolist() if len(steps) else [0.0] * drafting.depth for name, steps in rows.items()}
+
+
+def score_calibration(log: Positions) -> dict[str, list[dict[str, float]]]:
+    """Of the trees that each drafter builds alone: a node's s against how often it is accepted, by decile of s.
+
+    Positions close to the end of an answer are left out: there, the limit on tokens rejects.
+    """
+    rows = np.flatnonzero(log.remaining > log.depth)
+    found = {}
+    for name, mask in (("small", 0), ("medium", (1 << log.depth) - 1)):
+        log_s = log.log_s[rows, mask]
+        accepted = np.zeros((len(rows), log_s.shape[1] + 1), dtype=bool)  # a rank of B stands for no node
+        np.put_along_axis(accepted, log.ranks[rows, mask], True, axis=1)
+        nodes = log_s > -np.inf
+        s, hit = np.exp(log_s[nodes].astype(np.float64)), accepted[:, :-1][nodes]
+        order = np.argsort(s, kind="stable")
+        found[name] = [
+            {"s": float(s[part].mean()), "accepted": float(hit[part].mean()), "nodes": len(part)}
+            for part in np.array_split(order, 10) if len(part)
+        ]  # fmt: skip
+    return found
+
+
 def _calibration(
-    folds: list[_Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
+    folds: list[Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
 ) -> list[dict[str, float]]:
     """Predicted against realised held-out margins (tokens) of the decisions on each position's path, by decile."""
     pairs = []
@@ -473,8 +537,9 @@ def _calibration(
         log, cut = fold.test, Cut("worth", model.rho_, profile)
         states = states_of(log, replay(log, model, cut, profile, drafting))
         predicted = model.margins(log, states)
-        worth = leaf_worth(log, all_leaves(log, cut, profile), states, model.rho_, profile)
         decisions = [margin > 0 for margin in predicted]
+        leaves = all_leaves(log, cut, profile)
+        worth = leaf_worth(log, leaves, states, path(decisions)[-1], model.rho_, profile)
         realised = backward(log, worth, lambda step, _, own=decisions: own[step - 1])  # type: ignore[misc]
         rows = np.arange(len(log.position))
         for step, mask in enumerate(path(decisions)[:-1]):
@@ -495,11 +560,11 @@ def _hash(log_folder: Path) -> str:
 
 @dataclass
 class Value:
-    """A value folder, read back with the log it was fitted to; `folds` holds train, test and model of each fold."""
+    """A value folder, read back with the log it was fitted to; `folds` holds each fold with its own model."""
 
     report: dict[str, Any]
     model: ValueModel
-    folds: list[tuple[Positions, Positions, ValueModel]]
+    folds: list[tuple[Fold, ValueModel]]
     answers: list[Answer]
     manifest: dict[str, Any]
     profile: LatencyProfile
@@ -533,11 +598,12 @@ def load_value(folder: Path) -> Value:
             f"{folder}: {log_folder} has changed since this was fitted to it; run `treegraft fit-value` again"
         )
     kind, depth = report["kind"], report["drafting"]["depth"]
-    folds = []
-    for i, fold in enumerate(report["folds"]):
-        test = set(fold["test"])
-        parts = [[a for j, a in enumerate(answers) if (j in test) == held_out] for held_out in (False, True)]
-        own = ValueModel.load(folder / f"fold-{i}", kind, fold["signals"], fold["rho"], depth)
-        folds.append((flatten(parts[0]), flatten(parts[1]), own))
+    folds = [
+        (
+            make_fold(answers, np.array(fold["test"])),
+            ValueModel.load(folder / f"fold-{i}", kind, fold["signals"], fold["rho"], depth),
+        )
+        for i, fold in enumerate(report["folds"])
+    ]
     model = ValueModel.load(folder / "all", kind, report["signals"], report["rho"], depth)
     return Value(report, model, folds, answers, manifest, LatencyProfile.load(folder / "latency.json"))
