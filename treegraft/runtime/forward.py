@@ -87,13 +87,13 @@ def tree_attention(
     """Attention under a tree mask without copying the cache: query heads that share a key head become rows.
 
     query (batch, heads, n, width); key and value (batch, key heads, total, width), as the cache holds them;
-    attention_mask (1, 1, heads / key heads * n, total). Returns (batch, n, heads, width).
+    attention_mask (1, 1, n, total). Returns (batch, n, heads, width).
     """
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError("a model with an attention bias of its own cannot branch over a draft tree")
     batch, heads, count, width = query.shape
-    rows = query.reshape(batch, key.shape[1], -1, width)
-    output = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    rows, mask = query.reshape(batch, key.shape[1], -1, width), attention_mask.repeat(1, 1, heads // key.shape[1], 1)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(batch, heads, count, -1).transpose(1, 2), None
 
 
@@ -118,11 +118,7 @@ class TreeForward:
         self.model = model
         self.seen = 0
         self.slots: dict[int, int] = {}
-        config: Any = model.lm.config
-        self.cache = Cache(layers=[SlotLayer() for _ in range(config.num_hidden_layers)])
-        self._groups = config.num_attention_heads // (
-            getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        )
+        self.cache = Cache(layers=[SlotLayer() for _ in range(model.lm.config.num_hidden_layers)])
 
     @torch.inference_mode()
     def __call__(self, committed: list[int], paths: Paths, nodes: list[int]) -> torch.Tensor:
@@ -167,7 +163,7 @@ class TreeForward:
         }
 
     def _mask(self, lag: int, prefix: int, paths: Paths, nodes: list[int], total: int) -> torch.Tensor:
-        """Added to the attention scores, shape (1, 1, groups * (lag + len(nodes)), total); see `tree_attention`."""
+        """Added to the attention scores, shape (1, 1, lag + len(nodes), total)."""
         dtype = self.model.lm.dtype
         hidden = torch.finfo(dtype).min
         mask = torch.zeros(lag + len(nodes), total, dtype=dtype)
@@ -181,7 +177,7 @@ class TreeForward:
                 columns.append(self.slots[node])
                 node = paths.parents[node]
         mask[rows, columns] = 0
-        return mask.repeat(self._groups, 1)[None, None]
+        return mask[None, None]
 
     def rewind(self, length: int) -> None:
         """Keep at most the first `length` committed tokens, and no node."""
