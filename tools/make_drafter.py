@@ -1,7 +1,8 @@
 """Make the default medium drafter: a few layers of the default target, distilled on the target's own greedy text.
 
     python tools/make_drafter.py text   --work runs/drafter --minutes 30     # the target writes prompts and answers
-    python tools/make_drafter.py teach  --work runs/drafter --text FILE.jsonl  # label answers written elsewhere
+    python tools/make_drafter.py keep   --work runs/drafter --text FILE.jsonl.gz  # that text alone, without its labels
+    python tools/make_drafter.py teach  --work runs/drafter --text FILE.jsonl.gz  # label answers written elsewhere
     python tools/make_drafter.py train  --work runs/drafter --minutes 60
     python tools/make_drafter.py export --work runs/drafter
 
@@ -15,6 +16,7 @@ import argparse
 import ast
 import contextlib
 import fcntl
+import gzip
 import json
 import math
 import os
@@ -433,6 +435,21 @@ def write_text(work: Path, minutes: float) -> None:
         number += 1
 
 
+def keep(work: Path, path: Path) -> None:
+    """Stage `keep`: write the answers of stage `text` to a .jsonl.gz file as `teach` reads it (prompt_ids, answer_ids).
+
+    It is a hundredth of the size with labels, so that it can be kept and built upon.
+    """
+    count = 0
+    with gzip.open(path, "wt") as file:
+        for part in sorted((work / "text").glob("part-*.npz")):
+            for text in load_part(part):
+                ids = text.ids.tolist()
+                file.write(json.dumps({"prompt_ids": ids[: text.start], "answer_ids": ids[text.start :]}) + "\n")
+                count += len(text.best)
+    print(f"{path}: {count} answer tokens, {path.stat().st_size} bytes")
+
+
 # ---- teach and train ----
 
 
@@ -463,11 +480,12 @@ def pad(texts: list[Text]) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tens
 
 @torch.inference_mode()
 def teach(work: Path, path: Path) -> None:
-    """Stage `teach`: label the answers of a .jsonl file (prompt_ids, answer_ids) with the target's best tokens."""
+    """Stage `teach`: label the answers of a .jsonl or .jsonl.gz file (see `keep`) with the target's best tokens."""
     target = load_model("default")
     model = Llama(target, list(range(target.lm.config.num_hidden_layers))).bfloat16()
     texts = []
-    for row in map(json.loads, path.read_text().splitlines()):
+    written = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    for row in map(json.loads, written.splitlines()):
         ids = np.array(row["prompt_ids"] + row["answer_ids"], dtype=np.uint16)
         texts.append(Text(ids, len(row["prompt_ids"]), np.empty(0), np.empty(0)))
     for batch in batches(texts, 8192, random.Random(0)):
@@ -476,7 +494,7 @@ def teach(work: Path, path: Path) -> None:
         ends = np.cumsum([len(text.ids) - text.start for text in batch])[:-1]
         for text, b, p in zip(batch, np.split(best.numpy(), ends), np.split(logp.numpy(), ends), strict=True):
             text.best, text.logp = b.astype(np.uint16), p.astype(np.float16)
-    save_part(work / "text" / f"given-{path.stem}.npz", texts)
+    save_part(work / "text" / f"given-{path.name.split('.')[0]}.npz", texts)
     print(f"{path.name}: {len(texts)} answers labelled", flush=True)
 
 
@@ -665,17 +683,19 @@ def export(work: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["text", "teach", "train", "export"])
+    parser.add_argument("stage", choices=["text", "keep", "teach", "train", "export"])
     parser.add_argument("--work", type=Path, default=Path("runs/drafter"), help="folder of text and checkpoint")
     parser.add_argument("--minutes", type=float, default=60, help="wall time for `text` or `train`")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--text", type=Path, help="the file that `teach` labels")
+    parser.add_argument("--text", type=Path, help="the file that `keep` writes and `teach` labels")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1, 2, 29], help="the target's layers to `train`")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     (args.work / "text").mkdir(parents=True, exist_ok=True)
     if args.stage == "text":
         write_text(args.work, args.minutes)
+    elif args.stage == "keep":
+        keep(args.work, args.text)
     elif args.stage == "teach":
         teach(args.work, args.text)
     elif args.stage == "train":
