@@ -23,7 +23,7 @@ from treegraft.runtime.scheduler import Mask, load_artifact
 from treegraft.value_system.replay import best_mask, named_plan
 from treegraft.value_system.value import fit_value
 
-COLLECT = {"limit": 7, "max_new_tokens": 56}
+COLLECT = {"limit": 10, "max_new_tokens": 64}
 BENCH = {"limit": 2, "max_new_tokens": 48}
 
 
