@@ -182,6 +182,16 @@ def test_a_failed_prompt_is_named_and_retried_when_asked(pair, whole: Path, tmp_
     assert_same_log(tmp_path, whole)
 
 
+def test_a_prompt_that_no_table_holds_fails_alone(pair, whole: Path, tmp_path: Path) -> None:
+    """Half a surrogate pair is good JSON and no text."""
+    odd = Prompt("tiny", "half \ud800", text="t1 t2")
+    _, failed = collect(*pair("llama"), [odd, *as_prompts(8)], tmp_path, DRAFTING, Sampling(), TOKENS)
+    assert failed == read_failed(tmp_path) and [line["prompt"] for line in failed] == [odd.id]
+    assert "surrogates not allowed" in failed[0]["error"]
+    (tmp_path / log.FAILED).unlink()
+    assert_same_log(tmp_path, whole)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_stop_signal_finishes_the_prompt_and_says_how_to_go_on(pair, whole, tmp_path: Path, number) -> None:
     import json

@@ -83,6 +83,7 @@ def collect(
             keys = {"file": prompt.file, "prompt": prompt.id, "sha256": sha256}
             try:
                 *rows, lengths = collect_prompt(target, medium, prompt, drafting, sampling, max_new_tokens, positions)
+                tables = log.as_tables(*rows)
             except Exception as error:
                 failed[key] = {**keys, "error": _describe(error)}
                 log.write_failed(folder, failed.values())
@@ -90,7 +91,7 @@ def collect(
             failed.pop(key, None)
             try:
                 number = 1 + max((part["number"] for part in manifest["parts"]), default=-1)
-                part = log.write_part(folder, number, *rows)
+                part = log.write_part(folder, number, tables)
                 manifest["parts"].append({"number": number, **keys, "lengths": lengths, **part})
                 log.write_manifest(folder, manifest)
                 log.write_failed(folder, failed.values())

@@ -119,17 +119,21 @@ def tidy(folder: Path, manifest: dict[str, Any]) -> None:
                 path.unlink()
 
 
-def write_part(folder: Path, number: int, decisions: list[dict], leaves: list[dict]) -> dict[str, Any]:
+def as_tables(decisions: list[dict], leaves: list[dict]) -> list[pa.Table]:
+    """A prompt's rows as the two tables; raises ValueError where a value does not fit its column."""
+    return [pa.Table.from_pylist(decisions, schema=DECISIONS), pa.Table.from_pylist(leaves, schema=LEAVES)]
+
+
+def write_part(folder: Path, number: int, tables: list[pa.Table]) -> dict[str, Any]:
     """Write a prompt's two tables, whole or not at all; returns what the manifest says of them."""
     part: dict[str, Any] = {}
-    for name, schema, rows in (("decisions", DECISIONS, decisions), ("leaves", LEAVES, leaves)):
+    for name, table in zip(TABLES, tables, strict=True):
         path = folder / f"{name}-{number:06d}.parquet"
-        table = pa.Table.from_pylist(rows, schema=schema)
         write = partial(
-            pq.write_table, table, use_dictionary=_repeating(schema), compression="zstd", compression_level=9
+            pq.write_table, table, use_dictionary=_repeating(table.schema), compression="zstd", compression_level=9
         )
         _whole(path, write)
-        part[name] = {"file": path.name, "rows": len(rows), "bytes": path.stat().st_size, "sha256": _sha256(path)}
+        part[name] = {"file": path.name, "rows": len(table), "bytes": path.stat().st_size, "sha256": _sha256(path)}
     return part
 
 
