@@ -241,6 +241,17 @@ def test_a_truncated_part_is_found_by_its_hash(pair, whole: Path, tmp_path: Path
     assert_same_log(tmp_path, whole)
 
 
+def test_a_missing_part_is_not_dropped_when_its_prompt_is_not_asked_for(pair, whole: Path, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 8)
+    parts = [tmp_path / read_manifest(tmp_path)["parts"][3][table]["file"] for table in log.TABLES]
+    parts[1].unlink()
+    with pytest.raises(LogError, match=f"{parts[1].name}: missing, .* with the prompt file 'tiny'"):
+        gather(pair, tmp_path, 2)
+    assert parts[0].exists() and len(read_manifest(tmp_path)["parts"]) == 8
+    gather(pair, tmp_path, 8)
+    assert_same_log(tmp_path, whole)
+
+
 def test_parts_without_a_manifest_are_left_alone(pair, tmp_path: Path) -> None:
     gather(pair, tmp_path, 1)
     (tmp_path / log.MANIFEST).unlink()

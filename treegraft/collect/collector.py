@@ -66,7 +66,8 @@ def collect(
         raise ValueError("--depth 0 leaves no decision to log; give at least 1")
     folder.mkdir(parents=True, exist_ok=True)
     with log.locked(folder):
-        manifest = _open(folder, _settings(target, medium, drafting, sampling, max_new_tokens, positions))
+        asked = {(prompt.file, prompt.id) for prompt in prompts}
+        manifest = _open(folder, _settings(target, medium, drafting, sampling, max_new_tokens, positions), asked)
         held = {(p["file"], p["prompt"]): p["sha256"] for p in manifest["parts"]}
         _check_held(folder, prompts, held)
         failed = {key: line for line in log.read_failed(folder) if (key := (line["file"], line["prompt"])) not in held}
@@ -225,10 +226,10 @@ def _settings(
     }  # fmt: skip
 
 
-def _open(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def _open(folder: Path, settings: dict[str, Any], asked: set[tuple[str, str]]) -> dict[str, Any]:
     """The folder's manifest, new or one made with the same settings, its parts checked.
 
-    A part with a file gone is dropped, and so collected again.
+    A part with a file gone is dropped if its prompt is among those `asked` for, and so collected again.
     """
     if not (folder / log.MANIFEST).exists():
         if parts := [path.name for table in log.TABLES for path in folder.glob(f"{table}-*.parquet")]:
@@ -243,7 +244,10 @@ def _open(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         raise log.LogError(
             f"{folder} was collected with {told}; use the same models and settings to go on, or another --out"
         )
-    whole = [p for p in manifest["parts"] if all((folder / p[t]["file"]).exists() for t in log.TABLES)]
+    whole = [
+        p for p in manifest["parts"]
+        if (p["file"], p["prompt"]) not in asked or all((folder / p[t]["file"]).exists() for t in log.TABLES)
+    ]  # fmt: skip
     for part in whole:
         log.check_part(folder, part)
     if whole != manifest["parts"]:

@@ -152,7 +152,10 @@ def check_part(folder: Path, part: dict[str, Any]) -> None:
     for table in TABLES:
         path = folder / part[table]["file"]
         if not path.exists():
-            raise LogError(f"{path}: missing, though the manifest names it; `treegraft collect` makes it again")
+            raise LogError(
+                f"{path}: missing, though the manifest names it; `treegraft collect` with the prompt file "
+                f"{part['file']!r} makes it again"
+            )
         if _sha256(path) != part[table]["sha256"]:
             raise LogError(
                 f"{path}: altered or truncated since it was collected (its hash differs); delete it, and `treegraft "
