@@ -260,6 +260,12 @@ def test_parts_without_a_manifest_are_left_alone(pair, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.parquet"))) == 2
 
 
+def test_sampling_out_of_range_is_refused_before_a_log_is_made(pair, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="penalty"):
+        collect(*pair("llama"), as_prompts(1), tmp_path / "log", DRAFTING, Sampling(repetition_penalty=0.0), TOKENS)
+    assert not (tmp_path / "log").exists()
+
+
 def test_going_on_with_other_settings_is_refused_by_the_difference(pair, tmp_path: Path) -> None:
     gather(pair, tmp_path, 1)
     target, medium = pair("llama")

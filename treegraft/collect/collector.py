@@ -60,10 +60,12 @@ def collect(
 
     A prompt that fails, for whatever reason, goes to failed.jsonl and harms no other; `retry_failed` tries those of the
     log again. `progress` gets finished prompts and all prompts; `stop` is asked before each prompt.
-    Raises LogError where the log was made with other models or settings, was damaged, or cannot be written.
+    Raises LogError where the log was made with other models or settings, was damaged, or cannot be written, and
+    ValueError for a `drafting` or `sampling` that cannot be collected with.
     """
     if drafting.depth < 1:
         raise ValueError("--depth 0 leaves no decision to log; give at least 1")
+    sampling.chooser()  # a value out of range is an error here and not every prompt's
     folder.mkdir(parents=True, exist_ok=True)
     with log.locked(folder):
         asked = {(prompt.file, prompt.id) for prompt in prompts}
