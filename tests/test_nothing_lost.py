@@ -266,6 +266,16 @@ def test_sampling_out_of_range_is_refused_before_a_log_is_made(pair, tmp_path: P
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.parametrize(
+    "line, complaint",
+    [("{", "not JSON Lines"), ("[1]", "line 1: needs file"), ('{"file": "tiny"}', "line 1: needs file")],
+)
+def test_a_damaged_list_of_failures_is_named(pair, tmp_path: Path, line: str, complaint: str) -> None:
+    (tmp_path / log.FAILED).write_text(line + "\n")
+    with pytest.raises(LogError, match=f"{log.FAILED}.*{complaint}"):
+        gather(pair, tmp_path, 1)
+
+
 def test_going_on_with_other_settings_is_refused_by_the_difference(pair, tmp_path: Path) -> None:
     gather(pair, tmp_path, 1)
     target, medium = pair("llama")

@@ -79,9 +79,15 @@ def read_failed(folder: Path) -> list[dict[str, Any]]:
     """The prompts that could not be collected: file, prompt, the prompt's sha256, and the error."""
     path = folder / FAILED
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     except ValueError as error:
         raise LogError(f"{path}: not JSON Lines ({error}); delete it, and its prompts are tried again") from error
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line, dict) or not {"file", "prompt", "sha256", "error"} <= line.keys():
+            raise LogError(
+                f"{path}, line {number}: needs file, prompt, sha256 and error; delete it, and its prompt is tried again"
+            )
+    return lines
 
 
 def write_failed(folder: Path, failed: Iterable[dict[str, Any]]) -> None:
