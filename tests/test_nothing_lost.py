@@ -276,6 +276,13 @@ def test_a_damaged_list_of_failures_is_named(pair, tmp_path: Path, line: str, co
         gather(pair, tmp_path, 1)
 
 
+def test_a_kill_before_a_failure_is_struck_out_leaves_no_note_of_it(pair, whole: Path, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 8)
+    log.write_failed(tmp_path, [{"file": "tiny", "prompt": "7", "sha256": "", "error": "out of memory"}])
+    assert gather(pair, tmp_path, 8)[1] == []
+    assert_same_log(tmp_path, whole)
+
+
 def test_going_on_with_other_settings_is_refused_by_the_difference(pair, tmp_path: Path) -> None:
     gather(pair, tmp_path, 1)
     target, medium = pair("llama")

@@ -72,7 +72,10 @@ def collect(
         manifest = _open(folder, _settings(target, medium, drafting, sampling, max_new_tokens, positions), asked)
         held = {(p["file"], p["prompt"]): p["sha256"] for p in manifest["parts"]}
         _check_held(folder, prompts, held)
-        failed = {key: line for line in log.read_failed(folder) if (key := (line["file"], line["prompt"])) not in held}
+        noted = log.read_failed(folder)
+        failed = {key: line for line in noted if (key := (line["file"], line["prompt"])) not in held}
+        if len(failed) < len(noted):  # the collector was killed before it could strike one out
+            log.write_failed(folder, failed.values())
         if retry_failed:
             for prompt in prompts:
                 failed.pop((prompt.file, prompt.id), None)
