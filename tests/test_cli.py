@@ -167,3 +167,8 @@ def test_a_bench_against_hugging_face_writes_a_report(models: list[str], tmp_pat
     run("bench", *words, "--against", "hf", asked)
     said = capsys.readouterr().out
     assert "best rival: asked " in said and "small over the best rival: " in said
+
+
+def test_what_is_said_keeps_every_character(capsys) -> None:
+    cli._say("log:100:/[red]x[/]: failed: a :smile: b")
+    assert capsys.readouterr().err == "log:100:/[red]x[/]: failed: a :smile: b\n"

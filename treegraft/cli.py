@@ -93,7 +93,7 @@ def main() -> None:
 
 def _say(text: str, style: str | None = None) -> None:
     """One line on stderr, whatever the terminal's width."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 @app.command()
