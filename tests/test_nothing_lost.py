@@ -192,39 +192,54 @@ def test_a_prompt_that_no_table_holds_fails_alone(pair, whole: Path, tmp_path: P
     assert_same_log(tmp_path, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_stop_signal_finishes_the_prompt_and_says_how_to_go_on(pair, whole, tmp_path: Path, number) -> None:
+def command_with_signals(pair, folder: Path, *numbers: int) -> tuple[int | None, str]:  # type: ignore[no-untyped-def]
+    """`treegraft collect`, sent `numbers` while it decodes its third prompt; its exit code and what it said."""
     import json
 
-    prompts, out, said = tmp_path / "tiny.jsonl", tmp_path / "log", tmp_path / "said"
+    prompts, said = folder / "tiny.jsonl", folder / "said"
     prompts.write_text("".join(json.dumps({"id": p.id, "prompt": p.text}) + "\n" for p in as_prompts(8)))
     models = [f"--{role}={model.name}" for role, model in zip(("target", "medium"), pair("llama"))]
     shape = ["--depth=2", "--width=2", "--children=2", "--budget=6", f"--max-new-tokens={TOKENS}"]
 
     def command() -> None:
-        """`treegraft collect`, which is sent the signal while it decodes its third prompt."""
         from treegraft import cli
 
         usual, asked = collector.decode, iter(range(8))
 
         def signalled(*arguments, **keywords):  # type: ignore[no-untyped-def]
             if next(asked) == 2:
-                os.kill(os.getpid(), number)
+                for number in numbers:
+                    os.kill(os.getpid(), number)
             return usual(*arguments, **keywords)
 
         collector.decode = signalled
         cli.console.file = said.open("w")
-        sys.argv = ["treegraft", "collect", *models, *shape, "--out", str(out), str(prompts)]
+        sys.argv = ["treegraft", "collect", *models, *shape, "--out", str(folder / "log"), str(prompts)]
         cli.main()
 
     child = in_child(command)
     child.join()
-    assert child.exitcode == 128 + number
-    assert "3 prompts collected, 0 failed; 9 positions" in said.read_text()
-    assert f"stopped by {number.name}; the same command goes on" in said.read_text()
-    assert [part["prompt"] for part in read_manifest(out)["parts"]] == ["0", "1", "2"]
-    gather(pair, out, 8)
-    assert_same_log(out, whole)
+    return child.exitcode, said.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_stop_signal_finishes_the_prompt_and_says_how_to_go_on(pair, whole, tmp_path: Path, number) -> None:
+    code, said = command_with_signals(pair, tmp_path, number)
+    assert code == 128 + number
+    assert "3 prompts collected, 0 failed; 9 positions" in said
+    assert f"stopped by {number.name}; the same command goes on" in said
+    assert [part["prompt"] for part in read_manifest(tmp_path / "log")["parts"]] == ["0", "1", "2"]
+    gather(pair, tmp_path / "log", 8)
+    assert_same_log(tmp_path / "log", whole)
+
+
+def test_a_second_interrupt_stops_at_once_and_says_how_to_go_on(pair, whole: Path, tmp_path: Path) -> None:
+    code, said = command_with_signals(pair, tmp_path, signal.SIGINT, signal.SIGINT)
+    assert code == 130
+    assert "stopped at once; what was collected is kept, and the same command goes on" in said
+    assert [part["prompt"] for part in read_manifest(tmp_path / "log")["parts"]] == ["0", "1"]
+    gather(pair, tmp_path / "log", 8)
+    assert_same_log(tmp_path / "log", whole)
 
 
 def test_a_truncated_part_is_found_by_its_hash(pair, whole: Path, tmp_path: Path) -> None:

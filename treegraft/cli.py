@@ -79,9 +79,6 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     try:
         app()
-    except KeyboardInterrupt:
-        _say("treegraft: interrupted; what was collected is kept, and the same command goes on", style="red")
-        raise SystemExit(130) from None
     except Exception as error:
         if os.environ.get("TREEGRAFT_DEBUG"):
             raise
@@ -203,6 +200,9 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
         signal.signal(number, note)
     try:
         yield stopped
+    except KeyboardInterrupt:  # typer exits with 130, without a word
+        _say("stopped at once; what was collected is kept, and the same command goes on", style="red")
+        raise
     finally:
         restore()
 
