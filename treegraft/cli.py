@@ -169,7 +169,7 @@ def collect(
     for failure in failed:
         _say(f"failed: {failure['file']}/{failure['prompt']}: {failure['error']}")
     tables = [part[table] for part in manifest["parts"] for table in ("decisions", "leaves")]
-    logged, size = sum(t["rows"] for t in tables[1::2]) >> depth, sum(t["bytes"] for t in tables)
+    logged, size = sum(t["rows"] for t in tables[1::2]) // drafting.schedules, sum(t["bytes"] for t in tables)
     _say(
         f"{out}: {len(manifest['parts'])} prompts collected, {len(failed)} failed; {logged} positions, "
         f"{size / max(logged, 1):.0f} bytes each"
