@@ -159,6 +159,16 @@ def test_a_full_disk_stops_the_collector_and_harms_nothing(pair, whole: Path, tm
     assert_same_log(tmp_path, whole)
 
 
+def test_a_failure_that_a_full_disk_cannot_note_is_named(pair, whole: Path, tmp_path: Path, small_disk) -> None:
+    gather(pair, tmp_path, 8)
+    endless = Prompt("tiny", "endless", text="t1 " * 600)
+    small_disk(50)
+    with pytest.raises(LogError, match=r"tiny/endless could not be written .* the earlier prompts are safe"):
+        collect(*pair("llama"), [endless], tmp_path, DRAFTING, Sampling(), TOKENS)
+    small_disk(resource.RLIM_INFINITY)
+    assert_same_log(tmp_path, whole)
+
+
 def test_a_failed_prompt_is_named_and_retried_when_asked(pair, whole: Path, tmp_path: Path, monkeypatch) -> None:
     usual = collector.decode
     errors = {2: torch.OutOfMemoryError("out of memory: tried to allocate 9 GiB"), 4: RuntimeError("a bad weight")}

@@ -90,16 +90,15 @@ def collect(
             try:
                 *rows, lengths = collect_prompt(target, medium, prompt, drafting, sampling, max_new_tokens, positions)
                 tables = log.as_tables(*rows)
+                failed.pop(key, None)
             except Exception as error:
                 failed[key] = {**keys, "error": _describe(error)}
-                log.write_failed(folder, failed.values())
-                continue
-            failed.pop(key, None)
             try:
-                number = 1 + max((part["number"] for part in manifest["parts"]), default=-1)
-                part = log.write_part(folder, number, tables)
-                manifest["parts"].append({"number": number, **keys, "lengths": lengths, **part})
-                log.write_manifest(folder, manifest)
+                if key not in failed:
+                    number = 1 + max((part["number"] for part in manifest["parts"]), default=-1)
+                    part = log.write_part(folder, number, tables)
+                    manifest["parts"].append({"number": number, **keys, "lengths": lengths, **part})
+                    log.write_manifest(folder, manifest)
                 log.write_failed(folder, failed.values())
             except OSError as error:
                 _write_error(folder, {**failed, key: {**keys, "error": _describe(error)}})
