@@ -308,6 +308,19 @@ def test_a_kill_before_a_failure_is_struck_out_leaves_no_note_of_it(pair, whole:
     assert_same_log(tmp_path, whole)
 
 
+def test_parts_newer_than_the_manifest_are_left_alone(pair, whole: Path, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 2)
+    newer = tmp_path / log.MANIFEST
+    older = newer.read_text()
+    gather(pair, tmp_path, 8)
+    there = newer.read_text()
+    newer.write_text(older)
+    with pytest.raises(LogError, match=r"older than its parts \(leaves-000002.parquet, "):
+        gather(pair, tmp_path, 2)
+    newer.write_text(there)
+    assert_same_log(tmp_path, whole)
+
+
 def test_going_on_with_other_settings_is_refused_by_the_difference(pair, tmp_path: Path) -> None:
     gather(pair, tmp_path, 1)
     target, medium = pair("llama")

@@ -254,10 +254,17 @@ def _open(folder: Path, settings: dict[str, Any], asked: set[tuple[str, str]]) -
     ]  # fmt: skip
     for part in whole:
         log.check_part(folder, part)
+    named = {part["leaves"]["file"] for part in manifest["parts"]}
+    unnamed = sorted(path.name for path in folder.glob("leaves-*.parquet") if path.name not in named)
+    if len(unnamed) > 1:  # a killed collector leaves one at most
+        raise log.LogError(
+            f"{folder}: its {log.MANIFEST} is older than its parts ({', '.join(unnamed[:3])} are not named); put the "
+            "newer one back, or delete those parts"
+        )
+    log.tidy(folder, {"parts": whole})
     if whole != manifest["parts"]:
         manifest["parts"] = whole
         log.write_manifest(folder, manifest)
-    log.tidy(folder, manifest)
     return manifest
 
 
