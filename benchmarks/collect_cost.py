@@ -45,6 +45,7 @@ PARTS = {
     "planning medium steps": fork.plan_medium,
     "signals": signals.compute,
     "leaves": collector.leaf_facts,
+    "tables": log.as_tables,
     "files": log.write_part,
 }
 

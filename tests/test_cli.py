@@ -167,3 +167,15 @@ def test_a_bench_against_hugging_face_writes_a_report(models: list[str], tmp_pat
     run("bench", *words, "--against", "hf", asked)
     said = capsys.readouterr().out
     assert "best rival: asked " in said and "small over the best rival: " in said
+
+
+def test_what_is_said_keeps_every_character(capsys) -> None:
+    cli._say("log:100:/[red]x[/]: failed: a :smile: b")
+    assert capsys.readouterr().err == "log:100:/[red]x[/]: failed: a :smile: b\n"
+
+
+@pytest.mark.parametrize("limit", [[], ["--medium-calls", 0], ["--medium-calls", 1], ["--medium-calls", 9]])
+def test_collect_counts_positions_whatever_the_schedules(models: list[str], tmp_path: Path, capsys, limit) -> None:
+    wanted = write_prompts(tmp_path / "wanted.jsonl", 2, seed=1)
+    run("collect", *models, "--depth", 3, *limit, "--max-new-tokens", 5, "--out", tmp_path / "log", wanted)
+    assert "2 prompts collected, 0 failed; 8 positions" in capsys.readouterr().err

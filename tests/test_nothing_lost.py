@@ -159,6 +159,16 @@ def test_a_full_disk_stops_the_collector_and_harms_nothing(pair, whole: Path, tm
     assert_same_log(tmp_path, whole)
 
 
+def test_a_failure_that_a_full_disk_cannot_note_is_named(pair, whole: Path, tmp_path: Path, small_disk) -> None:
+    gather(pair, tmp_path, 8)
+    endless = Prompt("tiny", "endless", text="t1 " * 600)
+    small_disk(50)
+    with pytest.raises(LogError, match=r"tiny/endless could not be written .* the earlier prompts are safe"):
+        collect(*pair("llama"), [endless], tmp_path, DRAFTING, Sampling(), TOKENS)
+    small_disk(resource.RLIM_INFINITY)
+    assert_same_log(tmp_path, whole)
+
+
 def test_a_failed_prompt_is_named_and_retried_when_asked(pair, whole: Path, tmp_path: Path, monkeypatch) -> None:
     usual = collector.decode
     errors = {2: torch.OutOfMemoryError("out of memory: tried to allocate 9 GiB"), 4: RuntimeError("a bad weight")}
@@ -182,39 +192,64 @@ def test_a_failed_prompt_is_named_and_retried_when_asked(pair, whole: Path, tmp_
     assert_same_log(tmp_path, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_stop_signal_finishes_the_prompt_and_says_how_to_go_on(pair, whole, tmp_path: Path, number) -> None:
+def test_a_prompt_that_no_table_holds_fails_alone(pair, whole: Path, tmp_path: Path) -> None:
+    """Half a surrogate pair is good JSON and no text."""
+    odd = Prompt("tiny", "half \ud800", text="t1 t2")
+    _, failed = collect(*pair("llama"), [odd, *as_prompts(8)], tmp_path, DRAFTING, Sampling(), TOKENS)
+    assert failed == read_failed(tmp_path) and [line["prompt"] for line in failed] == [odd.id]
+    assert "surrogates not allowed" in failed[0]["error"]
+    (tmp_path / log.FAILED).unlink()
+    assert_same_log(tmp_path, whole)
+
+
+def command_with_signals(pair, folder: Path, *numbers: int) -> tuple[int | None, str]:  # type: ignore[no-untyped-def]
+    """`treegraft collect`, sent `numbers` while it decodes its third prompt; its exit code and what it said."""
     import json
 
-    prompts, out, said = tmp_path / "tiny.jsonl", tmp_path / "log", tmp_path / "said"
+    prompts, said = folder / "tiny.jsonl", folder / "said"
     prompts.write_text("".join(json.dumps({"id": p.id, "prompt": p.text}) + "\n" for p in as_prompts(8)))
     models = [f"--{role}={model.name}" for role, model in zip(("target", "medium"), pair("llama"))]
     shape = ["--depth=2", "--width=2", "--children=2", "--budget=6", f"--max-new-tokens={TOKENS}"]
 
     def command() -> None:
-        """`treegraft collect`, which is sent the signal while it decodes its third prompt."""
         from treegraft import cli
 
         usual, asked = collector.decode, iter(range(8))
 
         def signalled(*arguments, **keywords):  # type: ignore[no-untyped-def]
             if next(asked) == 2:
-                os.kill(os.getpid(), number)
+                for number in numbers:
+                    os.kill(os.getpid(), number)
             return usual(*arguments, **keywords)
 
         collector.decode = signalled
         cli.console.file = said.open("w")
-        sys.argv = ["treegraft", "collect", *models, *shape, "--out", str(out), str(prompts)]
+        sys.argv = ["treegraft", "collect", *models, *shape, "--out", str(folder / "log"), str(prompts)]
         cli.main()
 
     child = in_child(command)
     child.join()
-    assert child.exitcode == 128 + number
-    assert "3 prompts collected, 0 failed; 9 positions" in said.read_text()
-    assert f"stopped by {number.name}; the same command goes on" in said.read_text()
-    assert [part["prompt"] for part in read_manifest(out)["parts"]] == ["0", "1", "2"]
-    gather(pair, out, 8)
-    assert_same_log(out, whole)
+    return child.exitcode, said.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_stop_signal_finishes_the_prompt_and_says_how_to_go_on(pair, whole, tmp_path: Path, number) -> None:
+    code, said = command_with_signals(pair, tmp_path, number)
+    assert code == 128 + number
+    assert "3 prompts collected, 0 failed; 9 positions" in said
+    assert f"stopped by {number.name}; the same command goes on" in said
+    assert [part["prompt"] for part in read_manifest(tmp_path / "log")["parts"]] == ["0", "1", "2"]
+    gather(pair, tmp_path / "log", 8)
+    assert_same_log(tmp_path / "log", whole)
+
+
+def test_a_second_interrupt_stops_at_once_and_says_how_to_go_on(pair, whole: Path, tmp_path: Path) -> None:
+    code, said = command_with_signals(pair, tmp_path, signal.SIGINT, signal.SIGINT)
+    assert code == 130
+    assert "stopped at once; what was collected is kept, and the same command goes on" in said
+    assert [part["prompt"] for part in read_manifest(tmp_path / "log")["parts"]] == ["0", "1"]
+    gather(pair, tmp_path / "log", 8)
+    assert_same_log(tmp_path / "log", whole)
 
 
 def test_a_truncated_part_is_found_by_its_hash(pair, whole: Path, tmp_path: Path) -> None:
@@ -231,12 +266,59 @@ def test_a_truncated_part_is_found_by_its_hash(pair, whole: Path, tmp_path: Path
     assert_same_log(tmp_path, whole)
 
 
+def test_a_missing_part_is_not_dropped_when_its_prompt_is_not_asked_for(pair, whole: Path, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 8)
+    parts = [tmp_path / read_manifest(tmp_path)["parts"][3][table]["file"] for table in log.TABLES]
+    parts[1].unlink()
+    with pytest.raises(LogError, match=f"{parts[1].name}: missing, .* with the prompt file 'tiny'"):
+        gather(pair, tmp_path, 2)
+    assert parts[0].exists() and len(read_manifest(tmp_path)["parts"]) == 8
+    gather(pair, tmp_path, 8)
+    assert_same_log(tmp_path, whole)
+
+
 def test_parts_without_a_manifest_are_left_alone(pair, tmp_path: Path) -> None:
     gather(pair, tmp_path, 1)
     (tmp_path / log.MANIFEST).unlink()
     with pytest.raises(LogError, match=r"holds decisions-000000.parquet but no manifest.json"):
         gather(pair, tmp_path, 1)
     assert len(list(tmp_path.glob("*.parquet"))) == 2
+
+
+def test_sampling_out_of_range_is_refused_before_a_log_is_made(pair, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="penalty"):
+        collect(*pair("llama"), as_prompts(1), tmp_path / "log", DRAFTING, Sampling(repetition_penalty=0.0), TOKENS)
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    "line, complaint",
+    [("{", "not JSON Lines"), ("[1]", "line 1: needs file"), ('{"file": "tiny"}', "line 1: needs file")],
+)
+def test_a_damaged_list_of_failures_is_named(pair, tmp_path: Path, line: str, complaint: str) -> None:
+    (tmp_path / log.FAILED).write_text(line + "\n")
+    with pytest.raises(LogError, match=f"{log.FAILED}.*{complaint}"):
+        gather(pair, tmp_path, 1)
+
+
+def test_a_kill_before_a_failure_is_struck_out_leaves_no_note_of_it(pair, whole: Path, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 8)
+    log.write_failed(tmp_path, [{"file": "tiny", "prompt": "7", "sha256": "", "error": "out of memory"}])
+    assert gather(pair, tmp_path, 8)[1] == []
+    assert_same_log(tmp_path, whole)
+
+
+def test_parts_newer_than_the_manifest_are_left_alone(pair, whole: Path, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 2)
+    newer = tmp_path / log.MANIFEST
+    older = newer.read_text()
+    gather(pair, tmp_path, 8)
+    there = newer.read_text()
+    newer.write_text(older)
+    with pytest.raises(LogError, match=r"older than its parts \(leaves-000002.parquet, "):
+        gather(pair, tmp_path, 2)
+    newer.write_text(there)
+    assert_same_log(tmp_path, whole)
 
 
 def test_going_on_with_other_settings_is_refused_by_the_difference(pair, tmp_path: Path) -> None:

@@ -79,9 +79,6 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     try:
         app()
-    except KeyboardInterrupt:
-        _say("treegraft: interrupted; what was collected is kept, and the same command goes on", style="red")
-        raise SystemExit(130) from None
     except Exception as error:
         if os.environ.get("TREEGRAFT_DEBUG"):
             raise
@@ -93,7 +90,7 @@ def main() -> None:
 
 def _say(text: str, style: str | None = None) -> None:
     """One line on stderr, whatever the terminal's width."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 @app.command()
@@ -172,7 +169,7 @@ def collect(
     for failure in failed:
         _say(f"failed: {failure['file']}/{failure['prompt']}: {failure['error']}")
     tables = [part[table] for part in manifest["parts"] for table in ("decisions", "leaves")]
-    logged, size = sum(t["rows"] for t in tables[1::2]) >> depth, sum(t["bytes"] for t in tables)
+    logged, size = sum(t["rows"] for t in tables[1::2]) // drafting.schedules, sum(t["bytes"] for t in tables)
     _say(
         f"{out}: {len(manifest['parts'])} prompts collected, {len(failed)} failed; {logged} positions, "
         f"{size / max(logged, 1):.0f} bytes each"
@@ -203,6 +200,9 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
         signal.signal(number, note)
     try:
         yield stopped
+    except KeyboardInterrupt:  # typer exits with 130, without a word
+        _say("stopped at once; what was collected is kept, and the same command goes on", style="red")
+        raise
     finally:
         restore()
 

@@ -60,16 +60,22 @@ def collect(
 
     A prompt that fails, for whatever reason, goes to failed.jsonl and harms no other; `retry_failed` tries those of the
     log again. `progress` gets finished prompts and all prompts; `stop` is asked before each prompt.
-    Raises LogError where the log was made with other models or settings, was damaged, or cannot be written.
+    Raises LogError where the log was made with other models or settings, was damaged, or cannot be written, and
+    ValueError for a `drafting` or `sampling` that cannot be collected with.
     """
     if drafting.depth < 1:
         raise ValueError("--depth 0 leaves no decision to log; give at least 1")
+    sampling.chooser()  # a value out of range is an error here and not every prompt's
     folder.mkdir(parents=True, exist_ok=True)
     with log.locked(folder):
-        manifest = _open(folder, _settings(target, medium, drafting, sampling, max_new_tokens, positions))
+        asked = {(prompt.file, prompt.id) for prompt in prompts}
+        manifest = _open(folder, _settings(target, medium, drafting, sampling, max_new_tokens, positions), asked)
         held = {(p["file"], p["prompt"]): p["sha256"] for p in manifest["parts"]}
         _check_held(folder, prompts, held)
-        failed = {key: line for line in log.read_failed(folder) if (key := (line["file"], line["prompt"])) not in held}
+        noted = log.read_failed(folder)
+        failed = {key: line for line in noted if (key := (line["file"], line["prompt"])) not in held}
+        if len(failed) < len(noted):  # the collector was killed before it could strike one out
+            log.write_failed(folder, failed.values())
         if retry_failed:
             for prompt in prompts:
                 failed.pop((prompt.file, prompt.id), None)
@@ -83,16 +89,16 @@ def collect(
             keys = {"file": prompt.file, "prompt": prompt.id, "sha256": sha256}
             try:
                 *rows, lengths = collect_prompt(target, medium, prompt, drafting, sampling, max_new_tokens, positions)
+                tables = log.as_tables(*rows)
+                failed.pop(key, None)
             except Exception as error:
                 failed[key] = {**keys, "error": _describe(error)}
-                log.write_failed(folder, failed.values())
-                continue
-            failed.pop(key, None)
             try:
-                number = 1 + max((part["number"] for part in manifest["parts"]), default=-1)
-                part = log.write_part(folder, number, *rows)
-                manifest["parts"].append({"number": number, **keys, "lengths": lengths, **part})
-                log.write_manifest(folder, manifest)
+                if key not in failed:
+                    number = 1 + max((part["number"] for part in manifest["parts"]), default=-1)
+                    part = log.write_part(folder, number, tables)
+                    manifest["parts"].append({"number": number, **keys, "lengths": lengths, **part})
+                    log.write_manifest(folder, manifest)
                 log.write_failed(folder, failed.values())
             except OSError as error:
                 _write_error(folder, {**failed, key: {**keys, "error": _describe(error)}})
@@ -224,10 +230,10 @@ def _settings(
     }  # fmt: skip
 
 
-def _open(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def _open(folder: Path, settings: dict[str, Any], asked: set[tuple[str, str]]) -> dict[str, Any]:
     """The folder's manifest, new or one made with the same settings, its parts checked.
 
-    A part with a file gone is dropped, and so collected again.
+    A part with a file gone is dropped if its prompt is among those `asked` for, and so collected again.
     """
     if not (folder / log.MANIFEST).exists():
         if parts := [path.name for table in log.TABLES for path in folder.glob(f"{table}-*.parquet")]:
@@ -242,13 +248,23 @@ def _open(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         raise log.LogError(
             f"{folder} was collected with {told}; use the same models and settings to go on, or another --out"
         )
-    whole = [p for p in manifest["parts"] if all((folder / p[t]["file"]).exists() for t in log.TABLES)]
+    whole = [
+        p for p in manifest["parts"]
+        if (p["file"], p["prompt"]) not in asked or all((folder / p[t]["file"]).exists() for t in log.TABLES)
+    ]  # fmt: skip
     for part in whole:
         log.check_part(folder, part)
+    named = {part["leaves"]["file"] for part in manifest["parts"]}
+    unnamed = sorted(path.name for path in folder.glob("leaves-*.parquet") if path.name not in named)
+    if len(unnamed) > 1:  # a killed collector leaves one at most
+        raise log.LogError(
+            f"{folder}: its {log.MANIFEST} is older than its parts ({', '.join(unnamed[:3])} are not named); put the "
+            "newer one back, or delete those parts"
+        )
+    log.tidy(folder, {"parts": whole})
     if whole != manifest["parts"]:
         manifest["parts"] = whole
         log.write_manifest(folder, manifest)
-    log.tidy(folder, manifest)
     return manifest
 
 

@@ -79,9 +79,15 @@ def read_failed(folder: Path) -> list[dict[str, Any]]:
     """The prompts that could not be collected: file, prompt, the prompt's sha256, and the error."""
     path = folder / FAILED
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     except ValueError as error:
         raise LogError(f"{path}: not JSON Lines ({error}); delete it, and its prompts are tried again") from error
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line, dict) or not {"file", "prompt", "sha256", "error"} <= line.keys():
+            raise LogError(
+                f"{path}, line {number}: needs file, prompt, sha256 and error; delete it, and its prompt is tried again"
+            )
+    return lines
 
 
 def write_failed(folder: Path, failed: Iterable[dict[str, Any]]) -> None:
@@ -119,17 +125,21 @@ def tidy(folder: Path, manifest: dict[str, Any]) -> None:
                 path.unlink()
 
 
-def write_part(folder: Path, number: int, decisions: list[dict], leaves: list[dict]) -> dict[str, Any]:
+def as_tables(decisions: list[dict], leaves: list[dict]) -> list[pa.Table]:
+    """A prompt's rows as the two tables; raises ValueError where a value does not fit its column."""
+    return [pa.Table.from_pylist(decisions, schema=DECISIONS), pa.Table.from_pylist(leaves, schema=LEAVES)]
+
+
+def write_part(folder: Path, number: int, tables: list[pa.Table]) -> dict[str, Any]:
     """Write a prompt's two tables, whole or not at all; returns what the manifest says of them."""
     part: dict[str, Any] = {}
-    for name, schema, rows in (("decisions", DECISIONS, decisions), ("leaves", LEAVES, leaves)):
+    for name, table in zip(TABLES, tables, strict=True):
         path = folder / f"{name}-{number:06d}.parquet"
-        table = pa.Table.from_pylist(rows, schema=schema)
         write = partial(
-            pq.write_table, table, use_dictionary=_repeating(schema), compression="zstd", compression_level=9
+            pq.write_table, table, use_dictionary=_repeating(table.schema), compression="zstd", compression_level=9
         )
         _whole(path, write)
-        part[name] = {"file": path.name, "rows": len(rows), "bytes": path.stat().st_size, "sha256": _sha256(path)}
+        part[name] = {"file": path.name, "rows": len(table), "bytes": path.stat().st_size, "sha256": _sha256(path)}
     return part
 
 
@@ -148,7 +158,10 @@ def check_part(folder: Path, part: dict[str, Any]) -> None:
     for table in TABLES:
         path = folder / part[table]["file"]
         if not path.exists():
-            raise LogError(f"{path}: missing, though the manifest names it; `treegraft collect` makes it again")
+            raise LogError(
+                f"{path}: missing, though the manifest names it; `treegraft collect` with the prompt file "
+                f"{part['file']!r} makes it again"
+            )
         if _sha256(path) != part[table]["sha256"]:
             raise LogError(
                 f"{path}: altered or truncated since it was collected (its hash differs); delete it, and `treegraft "

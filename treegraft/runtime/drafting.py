@@ -1,5 +1,6 @@
 """The two kinds of drafting step (spec section 2), and the options that shape a draft tree."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -36,6 +37,12 @@ class Drafting:
     def may_call(self, mask: int) -> bool:
         """Whether the medium steps already taken (the set bits of `mask`) leave room for another."""
         return self.medium_calls is None or mask.bit_count() < self.medium_calls
+
+    @property
+    def schedules(self) -> int:
+        """How many masks a round may follow: 2^K, or fewer with a limit of medium steps."""
+        most = self.depth if self.medium_calls is None else min(self.depth, self.medium_calls)
+        return sum(math.comb(self.depth, calls) for calls in range(most + 1))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
