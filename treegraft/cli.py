@@ -65,7 +65,7 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0.0)]
 TopK = Annotated[int, typer.Option(help="0: off.", min=0)]
 TopP = Annotated[float, typer.Option(help="1: off.", min=0.0, max=1.0)]
 Penalty = Annotated[float, typer.Option("--repetition-penalty", help="1: off.", min=0.0)]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling noise.", min=0)]
+Seed = Annotated[int, typer.Option(help="Of the sampling noise.", min=0, max=2**63 - 1)]
 
 DEFAULTS = Drafting()
 DEFAULT_CUT = "-2.5"  # where no latency profile says what a node costs
