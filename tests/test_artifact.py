@@ -104,6 +104,7 @@ def test_the_schema_knows_every_signal_and_no_other() -> None:
         ({"drafting": {**PLAIN["drafting"], "depth": 99}}, "depth is 99"),
         ({"drafting": {**PLAIN["drafting"], "width": 2.5}}, "drafting.width is 2.5"),
         ({"drafting": {**PLAIN["drafting"], "wide": 2}}, "drafting.wide is not known"),
+        ({"drafting": {k: v for k, v in PLAIN["drafting"].items() if k != "pool"}}, "drafting.pool is missing"),
         ({"cut": {"kind": "score", "log_s": 1.0}}, "cut.log_s is 1.0"),
         ({"cut": {"kind": "worth"}}, "cut.rho is missing"),
         ({"cut": {"kind": "worth", "rho": -1.0}}, "cut.rho is -1.0"), ({"cut": {"kind": "best"}}, "cut.kind is 'best'"),

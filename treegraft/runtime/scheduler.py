@@ -235,9 +235,9 @@ def _read_artifact(data: Field) -> Artifact:
 
 def _read_drafting(data: Field) -> Drafting:
     data.only(*(f.name for f in fields(Drafting)))
-    optional = {f.name for f in fields(Drafting) if f.default is None}
-    for name, value in data.fields().items():
-        if value.value is not None or name not in optional:
+    for setting in fields(Drafting):
+        value = data[setting.name]
+        if value.value is not None or setting.default is not None:
             value.integer(0, 1 << 20)
     try:
         return Drafting(**data.value)
