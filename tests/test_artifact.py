@@ -5,6 +5,7 @@ import json
 import math
 import resource
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from artifacts import DRAFTING, RULES, SCHEDULES, TREE, make, seal, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from log_fixture import COSTLY
 
 from treegraft.distill.describe import describe
 from treegraft.distill.vectors import way_of
@@ -30,6 +32,7 @@ from treegraft.runtime.signals import SIGNALS
 from treegraft.runtime.size import Cut
 from treegraft.runtime.verify import SCHEMA, verify
 
+WORTH = {"kind": "worth", "rho": 0.5, "profile": asdict(COSTLY)}
 PLAIN = json.loads(Artifact(RULES, DRAFTING.as_dict(), {"kind": "none"}, 0, {}).to_json())
 
 
@@ -107,6 +110,11 @@ def test_the_schema_knows_every_signal_and_no_other() -> None:
         ({"drafting": {k: v for k, v in PLAIN["drafting"].items() if k != "pool"}}, "drafting.pool is missing"),
         ({"cut": {"kind": "score", "log_s": 1.0}}, "cut.log_s is 1.0"),
         ({"cut": {"kind": "worth"}}, "cut.rho is missing"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "machine": 5}}}, "cut.profile.machine is 5"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "round_ms": None}}}, "cut.profile.round_ms is None"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "hour_ms": 1.0}}}, "cut.profile.hour_ms is not known"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "target": {
+            **WORTH["profile"]["target"], "context_ms": 10**400}}}}, "cut.profile.target.context_ms is 1000"),
         ({"cut": {"kind": "worth", "rho": -1.0}}, "cut.rho is -1.0"), ({"cut": {"kind": "best"}}, "cut.kind is 'best'"),
         ({"models": {"target": 5}}, "models.target is 5"), ({"log": 5}, "log is 5"),
         ({"expected": {"overall": {"small": {"gain": "much"}}}}, "expected.overall.small.gain is 'much'"),
@@ -170,8 +178,7 @@ VALUES = st.one_of(LEAVES, st.lists(LEAVES, max_size=3), st.dictionaries(st.text
 BASES = [
     PLAIN,
     json.loads(Artifact(TREE, DRAFTING.as_dict(), {"kind": "score", "log_s": -1.0}, 5, {"target": "a"}).to_json()),
-    json.loads(Artifact(Mask(3), DRAFTING.as_dict(), {"kind": "worth", "rho": 0.5, "profile": {
-        role: {"tokens": [1, 4], "ms": [1.0, 2.0]} for role in ("target", "medium")}}, 5, {}).to_json()),
+    json.loads(Artifact(Mask(3), DRAFTING.as_dict(), WORTH, 5, {}).to_json()),
 ]  # fmt: skip
 
 
@@ -200,7 +207,8 @@ def fuzz(cases: list[tuple[int, Any]]) -> None:
         TALLY["tried"] += 1
         try:
             artifact = parse_artifact(seal(replaced(*WHERE[where], value)), "mutated.json")
-            plan_from_artifact(artifact, "mutated.json")
+            plan_from_artifact(artifact, "mutated.json").cut.size([-0.5, -1.0], 9)
+            describe(artifact)
         except ScheduleError as error:
             assert "mutated.json: " in str(error)
             continue

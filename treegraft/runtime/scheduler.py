@@ -289,8 +289,16 @@ def _check_cut(cut: Field) -> None:
         cut["log_s"].number(high=0)
     if kind == "worth":
         cut["rho"].number(low=1e-12, high=1e12)
+        profile, extras = cut["profile"], ("small_step_ms", "medium_step_ms", "round_ms")
+        profile.only("target", "medium", "machine", *extras)
+        profile["machine"].text()
+        for name in extras:
+            profile[name].number(low=0)
         for role in ("target", "medium"):
-            curve = cut["profile"][role]
+            curve, slopes = profile[role], ("context_ms", "context_token_ms")
+            curve.only("tokens", "ms", *slopes)
+            for name in slopes:
+                curve[name].number(low=0)
             tokens = [count.number(low=0) for count in curve["tokens"].items(MOST)]
             times = [time.number(low=0) for time in curve["ms"].exactly(len(tokens))]
             if not times or any(low >= high for low, high in pairwise(tokens)):
