@@ -95,7 +95,10 @@ def test_the_schema_knows_every_signal_and_no_other() -> None:
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        ({"version": 99}, "version 99 is not known"), ({"format": "x"}, "not a treegraft-scheduler"),
+        ({"version": 99}, "version 99 is not known"), ({"version": "9" * 1000}, "is not known"),
+        ({"models": {"target": "\x1b[2J"}}, "models.target is '\\x1b[2J'"), ({"log": "0" * 1000}, "log is '000"),
+        ({"expected": {"\ud800": 1}}, "a name is '\\ud800'"), ({"expected": {"x" * 1000: 1}}, "a name is 'xxx"),
+        ({"format": "x"}, "not a treegraft-scheduler"),
         ({"signals": ["unheard_of"]}, "signals[0] is 'unheard_of'"), ({"kind": "neural"}, "kind is 'neural'"),
         ({"rules": [{"step": 1, "all": [["lag", "==", 1.0]]}]}, "rules[0].all[0][1] is '=='"),
         ({"rules": [{"step": 9, "all": []}]}, "rules[0].step is 9"),

@@ -7,6 +7,7 @@ at load; at run time a missing or non-finite signal means its fallback schedule,
 import hashlib
 import json
 import math
+import reprlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -205,7 +206,7 @@ def parse_artifact(text: str, name: str) -> Artifact:
             raise FieldError(f"it is not a {FORMAT} file")
         if data["version"].value != VERSION:
             raise FieldError(
-                f"version {data['version'].value!r} is not known to this treegraft, which reads version {VERSION}: "
+                f"version {reprlib.repr(data['version'].value)} is not known to this treegraft, which reads version {VERSION}: "
                 "update one or the other"
             )
         artifact = _read_artifact(data)
