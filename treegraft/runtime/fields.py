@@ -6,7 +6,6 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-
 MOST_CHARACTERS = 255  # of a text or a name: both are printed
 
 
