@@ -6,6 +6,7 @@ import math
 import resource
 import time
 from dataclasses import asdict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def test_the_largest_artifact_that_loads_does_so_in_bounded_time(tmp_path: Path)
 def test_a_surprise_at_run_time_means_the_fallback_one_warning_and_a_count(recwarn: pytest.WarningsRecorder) -> None:
     mine = Artifact(RULES, DRAFTING.as_dict(), {"kind": "none"}, 0b10, {})
     sound = dict.fromkeys(RULES.reads, 1.0)
-    surprises: list[Any] = [math.nan, math.inf, -math.inf, None, "x", [], 10**400, 1j]
+    surprises: list[Any] = [math.nan, math.inf, -math.inf, None, "x", [], 10**400, 1j, Decimal("sNaN")]
     for value in surprises:
         assert not mine.decide(1, 0, {**sound, "lag": value}) and mine.decide(2, 0, {**sound, "lag": value})
     assert mine.decide(2, 0, {}) and not mine.decide(1, 0, sound)

@@ -141,7 +141,7 @@ class Artifact:
             # A finite sum has finite terms alone; finite terms may still add up to infinity.
             if math.isfinite(sum(map(signals.__getitem__, reads))) or all(math.isfinite(signals[n]) for n in reads):
                 return self.schedule.decide(step, mask, signals)
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             pass
         if not self.fallbacks:
             at_fault = next((name for name in reads if not _is_finite(signals.get(name))), reads[0])
@@ -206,8 +206,8 @@ def parse_artifact(text: str, name: str) -> Artifact:
             raise FieldError(f"it is not a {FORMAT} file")
         if data["version"].value != VERSION:
             raise FieldError(
-                f"version {reprlib.repr(data['version'].value)} is not known to this treegraft, which reads version {VERSION}: "
-                "update one or the other"
+                f"version {reprlib.repr(data['version'].value)} is not known to this treegraft, which reads version "
+                f"{VERSION}: update one or the other"
             )
         artifact = _read_artifact(data)
         # Whatever was not read above, or not written by us, differs here.
@@ -333,7 +333,7 @@ def _check_vector(vector: Field, schedule: Schedule, depth: int) -> None:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, ArithmeticError):
         return False
 
 
