@@ -5,6 +5,8 @@ import json
 import math
 import resource
 import time
+from dataclasses import asdict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from artifacts import DRAFTING, RULES, SCHEDULES, TREE, make, seal, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from log_fixture import COSTLY
 
 from treegraft.distill.describe import describe
 from treegraft.distill.vectors import way_of
@@ -30,6 +33,7 @@ from treegraft.runtime.signals import SIGNALS
 from treegraft.runtime.size import Cut
 from treegraft.runtime.verify import SCHEMA, verify
 
+WORTH = {"kind": "worth", "rho": 0.5, "profile": asdict(COSTLY)}
 PLAIN = json.loads(Artifact(RULES, DRAFTING.as_dict(), {"kind": "none"}, 0, {}).to_json())
 
 
@@ -92,7 +96,10 @@ def test_the_schema_knows_every_signal_and_no_other() -> None:
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        ({"version": 99}, "version 99 is not known"), ({"format": "x"}, "not a treegraft-scheduler"),
+        ({"version": 99}, "version 99 is not known"), ({"version": "9" * 1000}, "is not known"),
+        ({"models": {"target": "\x1b[2J"}}, "models.target is '\\x1b[2J'"), ({"log": "0" * 1000}, "log is '000"),
+        ({"expected": {"\ud800": 1}}, "a name is '\\ud800'"), ({"expected": {"x" * 1000: 1}}, "a name is 'xxx"),
+        ({"format": "x"}, "not a treegraft-scheduler"),
         ({"signals": ["unheard_of"]}, "signals[0] is 'unheard_of'"), ({"kind": "neural"}, "kind is 'neural'"),
         ({"rules": [{"step": 1, "all": [["lag", "==", 1.0]]}]}, "rules[0].all[0][1] is '=='"),
         ({"rules": [{"step": 9, "all": []}]}, "rules[0].step is 9"),
@@ -104,8 +111,14 @@ def test_the_schema_knows_every_signal_and_no_other() -> None:
         ({"drafting": {**PLAIN["drafting"], "depth": 99}}, "depth is 99"),
         ({"drafting": {**PLAIN["drafting"], "width": 2.5}}, "drafting.width is 2.5"),
         ({"drafting": {**PLAIN["drafting"], "wide": 2}}, "drafting.wide is not known"),
+        ({"drafting": {k: v for k, v in PLAIN["drafting"].items() if k != "pool"}}, "drafting.pool is missing"),
         ({"cut": {"kind": "score", "log_s": 1.0}}, "cut.log_s is 1.0"),
         ({"cut": {"kind": "worth"}}, "cut.rho is missing"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "machine": 5}}}, "cut.profile.machine is 5"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "round_ms": None}}}, "cut.profile.round_ms is None"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "hour_ms": 1.0}}}, "cut.profile.hour_ms is not known"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "target": {
+            **WORTH["profile"]["target"], "context_ms": 10**400}}}}, "cut.profile.target.context_ms is 1000"),
         ({"cut": {"kind": "worth", "rho": -1.0}}, "cut.rho is -1.0"), ({"cut": {"kind": "best"}}, "cut.kind is 'best'"),
         ({"models": {"target": 5}}, "models.target is 5"), ({"log": 5}, "log is 5"),
         ({"expected": {"overall": {"small": {"gain": "much"}}}}, "expected.overall.small.gain is 'much'"),
@@ -169,8 +182,7 @@ VALUES = st.one_of(LEAVES, st.lists(LEAVES, max_size=3), st.dictionaries(st.text
 BASES = [
     PLAIN,
     json.loads(Artifact(TREE, DRAFTING.as_dict(), {"kind": "score", "log_s": -1.0}, 5, {"target": "a"}).to_json()),
-    json.loads(Artifact(Mask(3), DRAFTING.as_dict(), {"kind": "worth", "rho": 0.5, "profile": {
-        role: {"tokens": [1, 4], "ms": [1.0, 2.0]} for role in ("target", "medium")}}, 5, {}).to_json()),
+    json.loads(Artifact(Mask(3), DRAFTING.as_dict(), WORTH, 5, {}).to_json()),
 ]  # fmt: skip
 
 
@@ -199,7 +211,8 @@ def fuzz(cases: list[tuple[int, Any]]) -> None:
         TALLY["tried"] += 1
         try:
             artifact = parse_artifact(seal(replaced(*WHERE[where], value)), "mutated.json")
-            plan_from_artifact(artifact, "mutated.json")
+            plan_from_artifact(artifact, "mutated.json").cut.size([-0.5, -1.0], 9)
+            describe(artifact)
         except ScheduleError as error:
             assert "mutated.json: " in str(error)
             continue
@@ -241,7 +254,7 @@ def test_the_largest_artifact_that_loads_does_so_in_bounded_time(tmp_path: Path)
 def test_a_surprise_at_run_time_means_the_fallback_one_warning_and_a_count(recwarn: pytest.WarningsRecorder) -> None:
     mine = Artifact(RULES, DRAFTING.as_dict(), {"kind": "none"}, 0b10, {})
     sound = dict.fromkeys(RULES.reads, 1.0)
-    surprises: list[Any] = [math.nan, math.inf, -math.inf, None, "x", [], 10**400, 1j]
+    surprises: list[Any] = [math.nan, math.inf, -math.inf, None, "x", [], 10**400, 1j, Decimal("sNaN")]
     for value in surprises:
         assert not mine.decide(1, 0, {**sound, "lag": value}) and mine.decide(2, 0, {**sound, "lag": value})
     assert mine.decide(2, 0, {}) and not mine.decide(1, 0, sound)

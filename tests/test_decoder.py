@@ -141,6 +141,29 @@ def test_a_prompt_that_does_not_fit_is_refused(decoder) -> None:
         decoder.generate([1] * 500, max_new_tokens=20)
 
 
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": 1.0, "top_p": 1.5}], ids=str
+)
+def test_an_option_out_of_range_is_refused_by_name(decoder, options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=list(options)[-1]):
+        decoder.generate(PROMPTS[2], **options)
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_id_that_the_model_does_not_embed_is_refused_by_name(decoder, token: int) -> None:
+    with pytest.raises(ValueError, match=f"token id {token} .* embeds {VOCABULARY}"):
+        decoder.generate([1, token, 2])
+
+
+def test_a_stream_that_has_begun_outlives_its_decoder(pair) -> None:
+    decoder = treegraft.Decoder(*pair("llama"), schedule="medium")
+    alone = decoder.generate(PROMPTS[3], TOKENS).text
+    stream = decoder.stream(PROMPTS[3], TOKENS)
+    first = next(stream)
+    decoder.close()
+    assert first + "".join(stream) == alone
+
+
 def test_the_package_names_what_it_offers() -> None:
     assert all(hasattr(treegraft, name) for name in treegraft.__all__)
     assert treegraft.Model is Model

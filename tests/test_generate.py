@@ -384,6 +384,7 @@ REFUSED: list[tuple[str, Callable[[Model, Model], dict[str, Any]]]] = [
         lambda target, medium: dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, 3, dtype=torch.long)),
     ),
     ("tokenizer", lambda target, medium: {"stop_strings": ["a"]}),
+    ("load_model", lambda target, medium: {"medium": medium.name}),
     ("calls a medium drafter", lambda target, medium: {"medium": None}),
     ("'sometimes'", lambda target, medium: {"schedule": "sometimes"}),
     ("exceed the context", lambda target, medium: {"max_new_tokens": 600}),

@@ -75,8 +75,8 @@ class Decoder:
         """Answer `prompt`: text (str) to go on with as it is, messages for the model's chat template, or token ids.
 
         Temperature 0 is greedy; top_k 0, top_p 1 and repetition_penalty 1 are off. Raises ContextError where the prompt
-        is empty or does not fit a model's context with its answer, ValueError where messages meet a tokenizer without a
-        chat template or the decoder is closed.
+        is empty or does not fit a model's context with its answer, ValueError for an option out of range, a token id
+        that the model does not embed, messages without a chat template, or a closed decoder.
         """
         stream = self.stream(prompt, max_new_tokens, temperature, top_k, top_p, repetition_penalty, seed)
         for _ in stream:
@@ -95,6 +95,8 @@ class Decoder:
     ) -> "Stream":
         """As `generate`, but the text comes piece by piece, one a round. To drop the stream is to end the request."""
         target, medium = self._loaded()
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         chooser = Chooser.make(temperature, top_k, top_p, repetition_penalty, seed)
         ids = prompt_ids(target, prompt)
         steer = Monitor(self.plan) if self.monitor else None
@@ -102,7 +104,10 @@ class Decoder:
         return Stream(self._answers(rounds, target, len(ids)))
 
     def close(self) -> None:
-        """Let go of the models, and of device memory that nobody else uses; requests raise from here on."""
+        """Let go of the models, and of device memory that nobody else uses; new requests raise from here on.
+
+        A stream that has begun keeps its models until it ends or is dropped.
+        """
         self._models = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -168,4 +173,9 @@ def prompt_ids(model: Model, prompt: Prompt) -> list[int]:
             raise ValueError(f"{model.name!r} has no chat template: give raw text (a str, --raw) instead of messages")
         chat: Any = model.tokenizer.apply_chat_template(cast(Any, prompt), add_generation_prompt=True, return_dict=True)
         return list(chat["input_ids"])
-    return [int(token) for token in cast(Sequence[int], prompt)]
+    ids = [int(token) for token in cast(Sequence[int], prompt)]
+    size = cast(Any, model.lm.get_input_embeddings()).weight.shape[0]
+    # On a GPU a wrong index would end the whole process's use of it.
+    if wrong := [token for token in ids if not 0 <= token < size]:
+        raise ValueError(f"token id {wrong[0]} is not one of {model.name!r}, which embeds {size}")
+    return ids

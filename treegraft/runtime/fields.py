@@ -6,6 +6,8 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
+MOST_CHARACTERS = 255  # of a text or a name: both are printed
+
 
 class FieldError(ValueError):
     """A field at fault; the message says where it is and what it should be."""
@@ -52,8 +54,8 @@ class Field:
                 raise FieldError(f"{value.where} is not known; known here are {', '.join(names)}")
 
     def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.wrong("a text")
+        if not isinstance(self.value, str) or not self.value.isprintable() or len(self.value) > MOST_CHARACTERS:
+            raise self.wrong(f"a text of at most {MOST_CHARACTERS} printable characters")
         return self.value
 
     def truth(self) -> bool:
@@ -96,7 +98,7 @@ def read_text(path: Path, most: int) -> str:
 
 
 def parse_json(text: str) -> Field:
-    """JSON without NaN, infinities or repeated keys; raises FieldError."""
+    """JSON without NaN, infinities, repeated names or names that cannot be printed; raises FieldError."""
     try:
         return Field(json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object))
     except RecursionError:
@@ -115,5 +117,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
-        raise FieldError(f"it holds {max(names, key=names.count)!r} twice in one object")
+        raise FieldError(f"it holds {reprlib.repr(max(names, key=names.count))} twice in one object")
+    for name in made:
+        Field(name, "a name").text()
     return made

@@ -63,6 +63,8 @@ def generate(
     """
     asked = _asked_of_transformers()
     _refuse(input_ids, generation_config, model_kwargs, asked)
+    if isinstance(medium, str):
+        raise ModelError(f"medium is the name {medium!r}; give the model itself, from treegraft.load_model({medium!r})")
     target = wrap_model(model)
     drafter = wrap_model(medium) if isinstance(medium, PreTrainedModel) else medium
     plan = as_plan(schedule)

@@ -71,10 +71,10 @@ def measure_drift(decoded: Decoded, plan: Plan, prompt_length: int) -> float | N
     the plan has no profile, or too few of those rounds called the medium drafter.
     """
     profile = plan.cut.profile
+    if profile is None:
+        return None
     targets, mediums = [], []
     for done in decoded.rounds[:FIRST_ROUNDS]:
-        if profile is None:
-            return None
         context, lag, expected = prompt_length + done.position, done.lag, 0.0
         targets.append(done.ms["target"] / max(float(profile.target(done.kept + 1, context)), 1e-9))
         for tokens in done.tokens:

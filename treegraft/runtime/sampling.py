@@ -46,10 +46,14 @@ class Chooser:
         seed: int = 0,
     ) -> "Chooser":
         """As `generate` orders them: repetition penalty, temperature, top-k, top-p. Temperature 0 is greedy."""
+        if temperature < 0:
+            raise ValueError(f"temperature is {temperature}; it must be at least 0, which is greedy")
+        if not 0 <= top_p <= 1:
+            raise ValueError(f"top_p is {top_p}; it must be from 0 to 1, which is off")
         processors = LogitsProcessorList()
         if repetition_penalty != 1.0:
             processors.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
-        if temperature <= 0:
+        if temperature == 0:
             return cls(processors)
         if temperature != 1.0:
             processors.append(TemperatureLogitsWarper(temperature))

@@ -7,6 +7,7 @@ at load; at run time a missing or non-finite signal means its fallback schedule,
 import hashlib
 import json
 import math
+import reprlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -140,7 +141,7 @@ class Artifact:
             # A finite sum has finite terms alone; finite terms may still add up to infinity.
             if math.isfinite(sum(map(signals.__getitem__, reads))) or all(math.isfinite(signals[n]) for n in reads):
                 return self.schedule.decide(step, mask, signals)
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             pass
         if not self.fallbacks:
             at_fault = next((name for name in reads if not _is_finite(signals.get(name))), reads[0])
@@ -205,8 +206,8 @@ def parse_artifact(text: str, name: str) -> Artifact:
             raise FieldError(f"it is not a {FORMAT} file")
         if data["version"].value != VERSION:
             raise FieldError(
-                f"version {data['version'].value!r} is not known to this treegraft, which reads version {VERSION}: "
-                "update one or the other"
+                f"version {reprlib.repr(data['version'].value)} is not known to this treegraft, which reads version "
+                f"{VERSION}: update one or the other"
             )
         artifact = _read_artifact(data)
         # Whatever was not read above, or not written by us, differs here.
@@ -235,9 +236,9 @@ def _read_artifact(data: Field) -> Artifact:
 
 def _read_drafting(data: Field) -> Drafting:
     data.only(*(f.name for f in fields(Drafting)))
-    optional = {f.name for f in fields(Drafting) if f.default is None}
-    for name, value in data.fields().items():
-        if value.value is not None or name not in optional:
+    for setting in fields(Drafting):
+        value = data[setting.name]
+        if value.value is not None or setting.default is not None:
             value.integer(0, 1 << 20)
     try:
         return Drafting(**data.value)
@@ -289,8 +290,16 @@ def _check_cut(cut: Field) -> None:
         cut["log_s"].number(high=0)
     if kind == "worth":
         cut["rho"].number(low=1e-12, high=1e12)
+        profile, extras = cut["profile"], ("small_step_ms", "medium_step_ms", "round_ms")
+        profile.only("target", "medium", "machine", *extras)
+        profile["machine"].text()
+        for name in extras:
+            profile[name].number(low=0)
         for role in ("target", "medium"):
-            curve = cut["profile"][role]
+            curve, slopes = profile[role], ("context_ms", "context_token_ms")
+            curve.only("tokens", "ms", *slopes)
+            for name in slopes:
+                curve[name].number(low=0)
             tokens = [count.number(low=0) for count in curve["tokens"].items(MOST)]
             times = [time.number(low=0) for time in curve["ms"].exactly(len(tokens))]
             if not times or any(low >= high for low, high in pairwise(tokens)):
@@ -324,7 +333,7 @@ def _check_vector(vector: Field, schedule: Schedule, depth: int) -> None:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, ArithmeticError):
         return False
 
 
