@@ -1,5 +1,6 @@
 """`Decoder`: load once, serve many requests."""
 
+import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import treegraft
-from treegraft.runtime.decoder import _check_models
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.models import Model
-from treegraft.runtime.plan import plan_from_artifact
-from treegraft.runtime.scheduler import Artifact, Mask
+from treegraft.runtime.plan import check_models, plan_from_artifact
+from treegraft.runtime.scheduler import Artifact, Mask, Rule, Rules
 
 TOKENS = 20
 PROMPTS = prompts(4, seed=4)
@@ -128,10 +128,24 @@ def test_an_artifact_of_other_models_is_refused_unless_it_comes_as_a_plan(pair, 
         artifacts = [Artifact(Mask(0b11), drafting.as_dict(), {"kind": "none"}, 0, models | {role: "0" * 16})]
         artifacts.append(Artifact(Mask(0b11), drafting.as_dict(), {"kind": "none"}, 0, models))
         foreign, own = (plan_from_artifact(artifact, "learned") for artifact in artifacts)
-        _check_models(own, {"target": target, "medium": medium})
+        check_models(own, target, medium)
         with pytest.raises(ValueError, match=f"another {role} than {model.name}"):
-            _check_models(foreign, {"target": target, "medium": medium})
+            check_models(foreign, target, medium)
         assert len(treegraft.Decoder(target, medium, foreign).generate([1, 2], 4).tokens) == 4
+
+
+def test_decisions_by_the_fallback_schedule_are_counted_in_the_answer(pair) -> None:
+    target, medium = pair("llama")
+    unknown = Rules((Rule(1, (("target_margin", ">", 0.0),)),), ("target_margin",))
+    artifact = Artifact(unknown, Drafting(depth=2).as_dict(), {"kind": "none"}, 0b10, {})
+    plan = plan_from_artifact(artifact, "learned")
+    sound = treegraft.Decoder(target, medium, plan).generate([1, 2], 8)
+    assert sound.fallbacks == 0
+    broken_target = replace(target, lm=copy.deepcopy(target.lm))
+    broken_target.lm.get_output_embeddings().weight[3] = float("inf")
+    with pytest.warns(UserWarning, match="'target_margin'"):
+        broken = treegraft.Decoder(broken_target, medium, plan, monitor=False).generate([1, 2], 8)
+    assert broken.fallbacks == 2 * len(broken.rounds) and all(done.mask == 0b10 for done in broken.rounds)
 
 
 def test_a_prompt_that_does_not_fit_is_refused(decoder) -> None:

@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import Any
 
+import artifacts
 import pytest
 import torch
 from tiny import ARCHITECTURES, VOCABULARY, config, prompts, same_text, save_lm
@@ -406,6 +408,22 @@ def test_a_drafter_of_another_vocabulary_is_refused(pair, tmp_path) -> None:
         other = load_model(str(save_lm(tmp_path / str(size), config("llama", size=size, layers=1), 0)))
         with pytest.raises(ValueError, match=f"embeds 200 tokens and drafter .* {size}"):
             ours(target, other, PROMPTS[3])
+
+
+def test_an_artifacts_file_is_followed_only_with_the_models_it_was_learned_with(pair, tmp_path) -> None:
+    target, medium = pair("llama")
+    models = {"target": target.fingerprint, "medium": medium.fingerprint}
+    path = tmp_path / "scheduler.json"
+    for of, sound in ((models, True), (models | {"medium": "0" * 16}, False)):
+        path.write_text(replace(artifacts.make(Mask(0b011)), models=of).to_json())
+        if sound:
+            mine, reference = (
+                answer(ids, PROMPTS[3]) for ids in (ours(target, medium, PROMPTS[3], path), theirs(target, PROMPTS[3]))
+            )
+            assert same_text(target, PROMPTS[3], mine, reference)
+        else:
+            with pytest.raises(ValueError, match="another medium than"):
+                ours(target, medium, PROMPTS[3], path)
 
 
 def test_a_model_that_cannot_take_a_tree_mask_is_refused(pair) -> None:

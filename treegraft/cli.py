@@ -434,6 +434,8 @@ def _stats(decoded: Any) -> str:
         }
         said += "; a round: " + ", ".join(f"{sum(v) / len(rounds):.2f} {name}" for name, v in figures.items())
         said += "; ms: " + ", ".join(f"{part} {sum(r.ms[part] for r in rounds):.0f}" for part in rounds[0].ms)
+    if decoded.fallbacks:
+        said += f"; {decoded.fallbacks} decisions by the fallback schedule"
     for drop in decoded.drops:
         said += (
             f"; {drop.schedule} from token {drop.position} on, since {drop.ms:.1f} ms a token were more than "
@@ -579,18 +581,17 @@ def _plans(
 
 
 def _check_models(plans: list[Any], models: tuple[Any, Any], force: bool) -> None:
-    """Refuse an artifact that was learned with other models, unless by `force`."""
-    from treegraft.runtime.scheduler import Artifact, ScheduleError
+    """Refuse an artifact that was learned with other models; by `force`, say so and go on."""
+    from treegraft.runtime.plan import check_models
+    from treegraft.runtime.scheduler import ScheduleError
 
     for plan in plans:
-        if isinstance(plan.schedule, Artifact):
-            for role, model in zip(("target", "medium"), models):
-                if model is None or plan.schedule.models.get(role) == model.fingerprint:
-                    continue
-                said = f"{plan.name} was learned with another {role} than {model.name}"
-                if not force:
-                    raise ScheduleError(f"{said}; distill one for these models, or accept this one with --force")
-                _say(f"{said}; the text stays exact, the gain may not", style="yellow")
+        try:
+            check_models(plan, *models)
+        except ScheduleError as error:
+            if not force:
+                raise
+            _say(str(error), style="yellow")
 
 
 class _progress:

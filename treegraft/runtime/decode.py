@@ -57,13 +57,15 @@ class Drop:
 class Decoded:
     """An answer (token ids, end of sequence included) and how it came about. Times are in ms, prompt included.
 
-    `uncertainty[i]` is the target's entropy and margin (see `uncertainty`) where it chose token i. `drops` and `drift`
-    are what the clock was watched for, where it was (see `runtime.monitor`).
+    `uncertainty[i]` is the target's entropy and margin (see `uncertainty`) where it chose token i. `fallbacks`
+    counts decisions that an artifact took by its fallback schedule. `drops` and `drift` are what the clock was watched
+    for, where it was (see `runtime.monitor`).
     """
 
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
     uncertainty: list[tuple[float, float]] = field(default_factory=list)  # of each token's choice, where measured
+    fallbacks: int = 0
     drops: list[Drop] = field(default_factory=list)
     drift: float | None = None  # measured T_tgt / T_mid over the artifact's
     first_token_ms: float = 0.0
@@ -210,7 +212,9 @@ def decode_rounds(
                 lag=lag,
                 accepted=[done.accepted for done in decoded.rounds],
             )
+            before = _fallbacks(now)
             mask, tokens, read = draft(tree, paths, committed, small, drafter, now, state, clock)
+            decoded.fallbacks += _fallbacks(now) - before
         order = tree.ordered(now.drafting.budget)
         kept = order[: now.cut.size([tree.log_s[node] for node in order], len(committed))]
         clock.lap("tree")
@@ -321,6 +325,10 @@ def accept(
         if done:
             return accepted, emitted, rows, done
         node = child
+
+
+def _fallbacks(plan: Plan) -> int:
+    return plan.schedule.fallbacks if isinstance(plan.schedule, Artifact) else 0
 
 
 def _ended(length: int, ends: Callable[[list[int]], bool], text: list[int]) -> bool:

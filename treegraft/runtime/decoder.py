@@ -11,9 +11,8 @@ import torch
 from treegraft.runtime.decode import Decoded, Plan, decode_rounds
 from treegraft.runtime.models import Model, check_pair, load_model
 from treegraft.runtime.monitor import Monitor, watch_drift
-from treegraft.runtime.plan import as_plan, check_medium
+from treegraft.runtime.plan import as_plan, check_medium, check_models
 from treegraft.runtime.sampling import Chooser
-from treegraft.runtime.scheduler import Artifact, ScheduleError
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 
@@ -58,7 +57,7 @@ class Decoder:
         if drafter is not None:
             check_pair(loaded, drafter)
         if not isinstance(schedule, Plan):
-            _check_models(self.plan, {"target": loaded, "medium": drafter})
+            check_models(self.plan, loaded, drafter)
         self._models: tuple[Model, Model | None] | None = (loaded, drafter)
         self._lock = Lock()
 
@@ -151,17 +150,6 @@ class Stream(Iterator[str]):
         shown = len(self.answer.text)
         self.answer = next(self._answers)
         return self.answer.text[shown:]
-
-
-def _check_models(plan: Plan, models: dict[str, Model | None]) -> None:
-    """Raise ScheduleError where an artifact was learned with other models."""
-    for role, model in models.items():
-        learned = plan.schedule.models.get(role) if isinstance(plan.schedule, Artifact) else None
-        if model is not None and learned not in (None, model.fingerprint):
-            raise ScheduleError(
-                f"{plan.name} was learned with another {role} than {model.name}; distill one "
-                "for these models, or give it as a Plan to follow it all the same"
-            )
 
 
 def prompt_ids(model: Model, prompt: Prompt) -> list[int]:

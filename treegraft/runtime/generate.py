@@ -21,10 +21,11 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode
 
 from treegraft.runtime.decode import Decoded, Plan, decode_rounds
-from treegraft.runtime.models import Model, ModelError, wrap_model
+from treegraft.runtime.models import Model, ModelError, fingerprint_of, wrap_model
 from treegraft.runtime.monitor import Monitor, watch_drift
-from treegraft.runtime.plan import as_plan, check_medium
+from treegraft.runtime.plan import as_plan, check_medium, check_models
 from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.scheduler import Artifact
 
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -69,6 +70,11 @@ def generate(
     drafter = wrap_model(medium) if isinstance(medium, PreTrainedModel) else medium
     plan = as_plan(schedule)
     check_medium(plan, drafter is not None)
+    if not isinstance(schedule, Plan) and isinstance(plan.schedule, Artifact):
+        for wrapped in (target, drafter):
+            if wrapped is not None:
+                wrapped.fingerprint = wrapped.fingerprint or fingerprint_of(wrapped.lm)
+        check_models(plan, target, drafter)
     if drafter is not None:
         _check_vocabulary(target, drafter)
     if stop_strings is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
+from treegraft.runtime.models import Model
 from treegraft.runtime.scheduler import Artifact, Mask, ScheduleError, load_artifact, parse_mask
 from treegraft.runtime.size import Cut
 
@@ -28,6 +29,17 @@ def check_medium(plan: Plan, given: bool) -> None:
     """Raise ScheduleError where a plan calls a medium drafter and none is `given`."""
     if calls_medium(plan) and not given:
         raise ScheduleError(f"schedule {plan.name!r} calls a medium drafter; give one (medium=..., --medium)")
+
+
+def check_models(plan: Plan, target: Model, medium: Model | None) -> None:
+    """Raise ScheduleError where a plan's artifact was learned with other models than these."""
+    if isinstance(plan.schedule, Artifact):
+        for role, model in (("target", target), ("medium", medium)):
+            if model is not None and plan.schedule.models.get(role) != model.fingerprint:
+                raise ScheduleError(
+                    f"{plan.name} was learned with another {role} than {model.name}: the text is exact all the same, "
+                    "the gain may not hold; distill one for these models, or accept it (--force; in Python, as a Plan)"
+                )
 
 
 def make_plan(name: str, drafting: Drafting, cut: Cut | None) -> Plan:
