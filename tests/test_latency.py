@@ -111,3 +111,7 @@ def test_a_damaged_profile_is_refused_with_its_file_and_the_fault(tmp_path: Path
 def test_a_missing_profile_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"absent\.json: cannot be read"):
         LatencyProfile.load(tmp_path / "absent.json")
+
+
+def test_a_curve_of_integers_beyond_64_bits_still_gives_times():
+    assert float(Curve((1, 2**64), (1.0, 2.0))(1, 0)) == 1.0

@@ -26,7 +26,8 @@ class Curve:
 
     def __call__(self, tokens: Any, context: Any) -> np.ndarray:
         tokens, context = np.asarray(tokens, np.float64), np.asarray(context, np.float64)
-        base = np.interp(tokens, self.tokens, self.ms)
+        # As floats: an integer beyond 64 bits would make an array of objects.
+        base = np.interp(tokens, np.asarray(self.tokens, np.float64), np.asarray(self.ms, np.float64))
         if len(self.tokens) > 1:
             slope = (self.ms[-1] - self.ms[-2]) / (self.tokens[-1] - self.tokens[-2])
             base = base + slope * np.maximum(tokens - self.tokens[-1], 0)
