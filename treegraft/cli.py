@@ -68,7 +68,6 @@ Penalty = Annotated[float, typer.Option("--repetition-penalty", help="1: off.", 
 Seed = Annotated[int, typer.Option(help="Of the sampling noise.", min=0, max=2**63 - 1)]
 
 DEFAULTS = Drafting()
-DEFAULT_CUT = "-2.5"  # where no latency profile says what a node costs
 
 
 def main() -> None:
@@ -561,13 +560,13 @@ def _plans(
     same_trees: str | None = None,
 ) -> list[Any]:
     """Schedules by name, mask or artifact file; an artifact brings its own drafting and cut."""
-    from treegraft.runtime.plan import make_cut, make_plan
+    from treegraft.runtime.plan import DEFAULT_CUT, make_cut, make_plan
 
     chosen = None
     plans = []
     for name in dict.fromkeys(schedules):
         if chosen is None and not name.endswith(".json"):
-            chosen = make_cut(cut or ("worth" if latency else DEFAULT_CUT), latency, rho)
+            chosen = make_cut(cut or "worth", latency, rho) if cut or latency else DEFAULT_CUT
         plan = make_plan(name, drafting, chosen)
         if same_trees and plan.drafting != drafting and plan.drafting.depth:
             different = [k for k, v in drafting.as_dict().items() if plan.drafting.as_dict()[k] != v]
