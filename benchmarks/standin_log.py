@@ -36,7 +36,7 @@ def main(
     target = load_model(DEFAULT_TARGET)
     if not (out / "standin" / "config.json").exists():
         save_standin(target, out / "standin")
-    standin = load_model(str(out / "standin"))
+    standin = load_model(str(out / "standin"), dtype=medium_dtype)
     check_pair(target, standin)
     first, four, tokens = agreement(target, standin, read_prompts(prompts, JUDGED), max_new_tokens)
     print(f"stand-in: top-1 agreement {first:.3f}, top-4 {four:.3f}, over {tokens} tokens", flush=True)
@@ -73,7 +73,7 @@ def agreement(target: Model, drafter: Model, prompts: list[Prompt], max_new_toke
     hits = []
     for prompt in prompts:
         ids = Conversation(prompt, target.tokenizer).ids(0)
-        answer, _ = generate(target, ids, max_new_tokens)
+        answer, *_ = generate(target, ids, max_new_tokens)
         context = torch.tensor([ids + answer[:-1]], device=drafter.device)
         with torch.inference_mode():
             choices = drafter.lm(context, logits_to_keep=len(answer)).logits[0].topk(4).indices  # type: ignore[operator]

@@ -39,7 +39,7 @@ from treegraft.runtime.models import DRAFTER_FILE, Model, fingerprint_of, load_m
 
 LABELS = 32  # the teacher's best tokens kept at each position
 ANSWER = 224  # longest answer, in tokens
-SLOTS = 64  # texts generated side by side
+SLOTS = 128  # texts generated side by side
 END = 2  # <|im_end|>, which ends a message
 VOCABULARY = 12288  # tokens that the drafter can propose
 TRAINED = 9216  # of these, the most frequent, whose output rows are its own: what a file of 20 MB has room for
@@ -379,14 +379,14 @@ class Asker:
 
 # What the parts ask, in turn, and how many answers each holds.
 PARTS = (
-    ("own", 256),
-    ("documents", 192),
-    ("forms", 192),
-    ("code", 128),
-    ("own", 256),
-    ("documents", 192),
-    ("sums", 128),
-    ("second_turns", 128),
+    ("own", 512),
+    ("documents", 384),
+    ("forms", 384),
+    ("code", 384),
+    ("own", 512),
+    ("documents", 384),
+    ("sums", 384),
+    ("second_turns", 384),
 )
 
 
