@@ -23,7 +23,7 @@ from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, Model, chec
 GROUP = 64  # weights that share a scale, along a row
 LEVELS = 7  # on either side of zero
 AGREEMENT = 0.60, 0.72  # of the stand-in's first choice with the target's greedy text
-JUDGED = 2  # prompts of each file that the agreement is measured on
+JUDGED = 4  # prompts of each file that the agreement is measured on
 
 
 def main(
