@@ -226,22 +226,21 @@ def node(step: int, mask: Any) -> Any:
 
 
 def read_log(folder: Path) -> tuple[dict[str, Any], list[Answer]]:
-    """A log's manifest and its answers; raises LogError for a part that is missing or was altered."""
+    """A log's manifest and its answers; raises LogError as `read_parts` does."""
     manifest = read_manifest(folder)
-    answers = read_parts(folder, manifest, manifest["parts"])
-    if not answers:
-        raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")
-    return manifest, answers
+    return manifest, read_parts(folder, manifest, manifest["parts"])
 
 
 def read_parts(folder: Path, manifest: dict[str, Any], parts: Iterable[dict[str, Any]]) -> list[Answer]:
-    """The answers of some of a log's parts; raises LogError for one that is missing or was altered."""
+    """The answers of some parts of a log; raises LogError for one that is missing or was altered, and for none."""
     answers: list[Answer] = []
     drafting = manifest["drafting"]
     for part in parts:
         check_part(folder, part)
         decisions, leaves = (pq.read_table(folder / part[table]["file"]) for table in TABLES)
         answers += _answers(decisions, leaves, part, drafting["depth"], drafting["budget"])
+    if not answers:
+        raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")
     return answers
 
 

@@ -28,9 +28,11 @@ from treegraft.value_system.replay import (
     decide_many,
     fixed_point,
     flatten,
+    named_plan,
     replay,
 )
 from treegraft.value_system.report import write_report
+from treegraft.value_system.sample import judge
 from treegraft.value_system.value import (
     ValueModel,
     features,
@@ -89,7 +91,13 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
         },
         "calls": calls(run, drafting.depth),
     }
-    write_metrics(value_folder, ships, gains(value.answers, ms[ships], against))
+    measured = gains(value.answers, ms[ships], against)
+    if value.left:
+        entrants = {"small": Mask(0), "medium": Mask((1 << drafting.depth) - 1), "best mask": Mask(fallback),
+                    "artifact": schedule}  # fmt: skip
+        plans = [named_plan(name, entrant, log, profile, drafting) for name, entrant in entrants.items()]
+        measured["left_prompts"] = judge(value.log_folder, value.manifest, value.left, plans, profile)
+    write_metrics(value_folder, ships, measured)
     write_report(value_folder)
     models = {role: model["fingerprint"] for role, model in value.manifest["models"].items()}
     artifact = Artifact(
@@ -105,6 +113,7 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
         "signals": list(schedule.reads),
         "over_best_mask": judged,
         "expected": expected,
+        "left_prompts": measured.get("left_prompts"),
         "rules": list(sentences(schedule)) if isinstance(schedule, Rules) else [],
     }
     report["summary"] = _summary(report, schedule, out_path, drafting.depth, better)
@@ -185,5 +194,8 @@ def _summary(report: dict[str, Any], schedule: Schedule, out_path: Path, depth: 
         verdict = "" if better else ", which is within noise"
         lines.append(f"{out_path}: {size}, reading {read}; fallback {mask}.")
         lines.append(f"Held-out prompts, against the best fixed mask: {words(over['best mask'])}{verdict}.")
+    if left := report["left_prompts"]:
+        found = left["overall"]["artifact"]["over"]["best mask"]
+        lines.append(f"Prompts of the log that were not fitted, against the best fixed mask: {words(found)}.")
     lines += [f"Against {name}: {words(over[name])}." for name in (AUTOREGRESSIVE.name, "small", "medium")]
     return "\n".join([*lines, *report["rules"]])

@@ -21,7 +21,7 @@ BATCH = 250_000  # decision points in memory at a time while judging: about 60 M
 Part = dict[str, Any]  # of a manifest: one prompt
 
 
-def divide(manifest: dict[str, Any], seed: int, most: int = FITTED) -> tuple[list[Part], list[Part]]:
+def divide(manifest: dict[str, Any], seed: int, most: int) -> tuple[list[Part], list[Part]]:
     """A random choice of a log's prompts with at most `most` decision points to fit, and the prompts left over."""
     parts = manifest["parts"]
     order = np.random.default_rng(seed).permutation(len(parts))
@@ -30,7 +30,7 @@ def divide(manifest: dict[str, Any], seed: int, most: int = FITTED) -> tuple[lis
     return [p for i, p in enumerate(parts) if i in fitted], [p for i, p in enumerate(parts) if i not in fitted]
 
 
-def batches(parts: Sequence[Part], most: int = BATCH) -> Iterator[list[Part]]:
+def batches(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
     """The parts in order, at most `most` decision points together (or one part)."""
     batch: list[Part] = []
     for part in parts:
@@ -50,7 +50,7 @@ def judge(
     Raises LogError for a part that is missing or was altered.
     """
     records = []
-    for batch in batches(parts):
+    for batch in batches(parts, BATCH):
         log = flatten(read_parts(folder, manifest, batch))
         for plan in (AUTOREGRESSIVE, *plans):
             records += replay(log, plan.schedule, plan.cut, profile, plan.drafting).records(plan.name)

@@ -20,7 +20,7 @@ import numpy as np
 from sklearn.base import BaseEstimator
 from threadpoolctl import threadpool_limits
 
-from treegraft.data.log import MANIFEST, Answer, LogError, read_log
+from treegraft.data.log import MANIFEST, Answer, LogError, read_manifest, read_parts
 from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
@@ -47,6 +47,7 @@ from treegraft.value_system.replay import (
     trajectory,
 )
 from treegraft.value_system.report import write_report
+from treegraft.value_system.sample import FITTED, Part, divide
 
 VERSION = 1
 KINDS = ("lightgbm", "linear")
@@ -350,9 +351,11 @@ def fit_value(
 
     Raises LogError for a log that cannot be read and FitError for one of a single prompt.
     """
-    manifest, answers = read_log(log_folder)
+    manifest = read_manifest(log_folder)
     if manifest["signals"] != LOGGED:
         raise LogError(f"{log_folder}: was collected with other signals than this treegraft has; collect again")
+    fitted, left = divide(manifest, seed, FITTED)
+    answers = read_parts(log_folder, manifest, fitted)
     drafting = Drafting(**manifest["drafting"])
     groups = prompt_groups(answers)
     if groups.max() < 1:
@@ -391,7 +394,12 @@ def fit_value(
         "version": VERSION,
         "kind": kind,
         "seed": seed,
-        "log": {"folder": str(log_folder.resolve()), "manifest": _hash(log_folder)},
+        "log": {
+            "folder": str(log_folder.resolve()),
+            "manifest": _hash(log_folder),
+            "fitted_prompts": len(fitted),
+            "left_prompts": len(left),
+        },
         "drafting": drafting.as_dict(),
         "rho": model.rho_,
         "signals": model.names,
@@ -560,14 +568,22 @@ def _hash(log_folder: Path) -> str:
 
 @dataclass
 class Value:
-    """A value folder, read back with the log it was fitted to; `folds` holds each fold with its own model."""
+    """A value folder, read back with the log it was fitted to; `folds` holds each fold with its own model.
+
+    `answers` are those fitted; `left` are the parts of the log that were not (see `divide`).
+    """
 
     report: dict[str, Any]
     model: ValueModel
     folds: list[tuple[Fold, ValueModel]]
     answers: list[Answer]
+    left: list[Part]
     manifest: dict[str, Any]
     profile: LatencyProfile
+
+    @property
+    def log_folder(self) -> Path:
+        return Path(self.report["log"]["folder"])
 
     @property
     def drafting(self) -> Drafting:
@@ -585,7 +601,7 @@ def load_value(folder: Path) -> Value:
             f"{folder}: version {report.get('version')!r}; this treegraft reads version {VERSION}: fit again"
         )
     log_folder = Path(report["log"]["folder"])
-    manifest, answers = read_log(log_folder)
+    manifest = read_manifest(log_folder)
     for name, letter in (("depth", "K"), ("width", "W"), ("children", "m"), ("budget", "B")):
         held, wanted = manifest["drafting"][name], report["drafting"][name]
         if held != wanted:
@@ -597,6 +613,8 @@ def load_value(folder: Path) -> Value:
         raise FitError(
             f"{folder}: {log_folder} has changed since this was fitted to it; run `treegraft fit-value` again"
         )
+    fitted, left = divide(manifest, report["seed"], FITTED)
+    answers = read_parts(log_folder, manifest, fitted)
     kind, depth = report["kind"], report["drafting"]["depth"]
     folds = [
         (
@@ -606,4 +624,4 @@ def load_value(folder: Path) -> Value:
         for i, fold in enumerate(report["folds"])
     ]
     model = ValueModel.load(folder / "all", kind, report["signals"], report["rho"], depth)
-    return Value(report, model, folds, answers, manifest, LatencyProfile.load(folder / "latency.json"))
+    return Value(report, model, folds, answers, left, manifest, LatencyProfile.load(folder / "latency.json"))
