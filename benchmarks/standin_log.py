@@ -3,9 +3,10 @@
     python benchmarks/standin_log.py --out runs/logs --limit 20 PROMPTS.jsonl...
 
 The stand-in is the target itself with its layers' weights rounded to the nearest of 13 symmetric levels, which 4 bits
-hold, in groups of 64 weights; embeddings and output head stay as they are. (All 15 that 4 bits hold make it agree with
-75 % of the default target's tokens, more than a drafter to be learned about should.) Its calls cost as much as the target's, so price its
-log with `--what-if`. It is saved to OUT/standin; the logs are OUT/default and OUT/strong; an interrupted run goes on.
+hold, in groups of 64 weights; embeddings and output head stay as they are. (With all 15 that 4 bits hold it agrees with
+75 % of the default target's tokens, more than a drafter to learn about should.) Its calls cost as much as the target's,
+so price its log with `--what-if`. It is saved to OUT/standin; the logs are OUT/default and OUT/strong; an interrupted
+run goes on.
 """
 
 import copy
