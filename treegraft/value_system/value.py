@@ -20,6 +20,7 @@ import numpy as np
 from sklearn.base import BaseEstimator
 from threadpoolctl import threadpool_limits
 
+from treegraft.data.files import Location, location
 from treegraft.data.log import MANIFEST, Answer, LogError, read_log
 from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
@@ -344,7 +345,7 @@ class FitError(ValueError):
 
 
 def fit_value(
-    log_folder: Path, profile: LatencyProfile, out_folder: Path, kind: str = "lightgbm", seed: int = 0
+    log_folder: Location, profile: LatencyProfile, out_folder: Path, kind: str = "lightgbm", seed: int = 0
 ) -> dict[str, Any]:
     """Fit, select signals and cross-validate; writes the value folder and returns what its value.json says.
 
@@ -554,7 +555,7 @@ def _calibration(
     ]
 
 
-def _hash(log_folder: Path) -> str:
+def _hash(log_folder: Location) -> str:
     return hashlib.sha256((log_folder / MANIFEST).read_bytes()).hexdigest()
 
 
@@ -584,7 +585,7 @@ def load_value(folder: Path) -> Value:
         raise FitError(
             f"{folder}: version {report.get('version')!r}; this treegraft reads version {VERSION}: fit again"
         )
-    log_folder = Path(report["log"]["folder"])
+    log_folder = location(report["log"]["folder"])
     manifest, answers = read_log(log_folder)
     for name, letter in (("depth", "K"), ("width", "W"), ("children", "m"), ("budget", "B")):
         held, wanted = manifest["drafting"][name], report["drafting"][name]
