@@ -191,3 +191,9 @@ def test_failed_prompts_are_named_and_give_exit_code_1(models: list[str], tmp_pa
     wanted.write_text(json.dumps({"prompt": "t1 t2"}) + "\n" + json.dumps({"prompt": "t3"}) + "\n")
     assert not cli.app(words, standalone_mode=False)
     assert "2 prompts collected, 0 failed" in capsys.readouterr().err
+
+
+def test_options_of_the_ray_engine_are_refused_without_it(models: list[str], tmp_path: Path) -> None:
+    wanted = write_prompts(tmp_path / "wanted.jsonl", 1, seed=1)
+    with pytest.raises(ValueError, match="for --engine ray"):
+        run("collect", *models, "--workers", 2, "--out", tmp_path / "log", wanted)

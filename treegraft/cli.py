@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -156,10 +157,18 @@ def collect(
     shard: Annotated[
         str | None, typer.Option(help="i/n: the i-th of n equal runs of the prompts, from 1/n on; `merge` joins them.")
     ] = None,
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this process; ray: many machines.")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="ray: of a running cluster, or auto; by default one of this machine is made.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="ray: by default what there is room for.", min=1)] = None,
+    num_gpus: Annotated[float, typer.Option(help="ray: GPUs a worker.", min=0)] = 0.0,
+    num_cpus: Annotated[float, typer.Option(help="ray: CPUs a worker.", min=0)] = 1.0,
 ) -> None:
     """Decode prompts while forking every invoke-or-skip decision; log signals and realised value."""
-    from treegraft.collect.collector import collect_with
+    from treegraft.collect.collector import Engine, collect_with
     from treegraft.collect.positions import Positions
+    from treegraft.collect.ray_engine import ray_engine
     from treegraft.collect.worker import Sampling, Settings, Worker
     from treegraft.data.files import location
     from treegraft.data.prompts import read_prompts, take_shard
@@ -174,12 +183,19 @@ def collect(
     wanted = read_prompts(prompts, limit)
     if shard is not None:
         wanted = take_shard(wanted, shard)
+    load = partial(Worker.load, target, medium, device, dtype, medium_dtype, how)
+    if engine == "local" and (address, workers, num_gpus, num_cpus) != (None, None, 0.0, 1.0):
+        raise ValueError("--address, --workers, --num-gpus and --num-cpus are for --engine ray")
     with ExitStack() as stack:
         with console.status(f"loading {target} and {medium}"):
-            engine = Worker.load(target, medium, device, dtype, medium_dtype, how)
+            running: Engine = (
+                load()
+                if engine == "local"
+                else stack.enter_context(ray_engine(load, address, workers, num_gpus, num_cpus))
+            )
         stopped = stack.enter_context(_stop_signals())
         update = stack.enter_context(_progress("collecting"))
-        manifest, failed = collect_with(engine, wanted, folder, retry_failed, update, lambda: bool(stopped))
+        manifest, failed = collect_with(running, wanted, folder, retry_failed, update, lambda: bool(stopped))
     for failure in failed:
         _say(f"failed: {failure['file']}/{failure['prompt']}: {failure['error']}")
     tables = [part[table] for part in manifest["parts"] for table in ("decisions", "leaves")]

@@ -15,7 +15,7 @@ from treegraft.runtime.models import Model
 
 
 class Engine(Protocol):
-    """Where prompts are collected: `Worker` in this process."""
+    """Where prompts are collected: `Worker` in this process, `ray_engine` on many machines."""
 
     @property
     def settings(self) -> dict[str, Any]:
