@@ -1,7 +1,9 @@
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from gathered import gather
 from tiny import ARCHITECTURES, make_pair
 from transformers.utils import logging
 
@@ -23,3 +25,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Mode
         return made[kind]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def whole(pair, tmp_path_factory: pytest.TempPathFactory) -> Path:  # type: ignore[no-untyped-def]
+    """An undisturbed log of 8 prompts. Tests must leave it unchanged."""
+    folder = tmp_path_factory.mktemp("whole")
+    gather(pair, folder, 8)
+    return folder

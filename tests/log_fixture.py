@@ -121,7 +121,7 @@ def write_log(folder: Path, answers: list[Answer], drafting: Drafting) -> Path:
                     "accepted": [rank for rank in answer.ranks[t, mask] if rank < drafting.budget],
                     "q": answer.q[t, mask], "tokens": answer.tokens[t, mask],
                 })  # fmt: skip
-        part = log.write_part(folder, number, log.as_tables(decisions, leaves))
+        part = log.write_part(folder, number, log.encode(decisions, leaves))
         keys = {"file": answer.file, "prompt": answer.prompt, "lengths": [(answer.prompt_length, answer.length)]}
         manifest["parts"].append({**keys, **part})
     log.write_manifest(folder, manifest)

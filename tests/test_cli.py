@@ -179,3 +179,21 @@ def test_collect_counts_positions_whatever_the_schedules(models: list[str], tmp_
     wanted = write_prompts(tmp_path / "wanted.jsonl", 2, seed=1)
     run("collect", *models, "--depth", 3, *limit, "--max-new-tokens", 5, "--out", tmp_path / "log", wanted)
     assert "2 prompts collected, 0 failed; 8 positions" in capsys.readouterr().err
+
+
+def test_failed_prompts_are_named_and_give_exit_code_1(models: list[str], tmp_path: Path, capsys) -> None:
+    wanted = tmp_path / "wanted.jsonl"
+    wanted.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("t1 t2", "t1 " * 600)))
+    words = ["collect", *models, "--depth", "1", "--max-new-tokens", "3", "--out", str(tmp_path / "log"), str(wanted)]
+    assert cli.app(words, standalone_mode=False) == 1
+    said = capsys.readouterr().err
+    assert "failed: wanted/2: " in said and "1 prompts collected, 1 failed" in said
+    wanted.write_text(json.dumps({"prompt": "t1 t2"}) + "\n" + json.dumps({"prompt": "t3"}) + "\n")
+    assert not cli.app(words, standalone_mode=False)
+    assert "2 prompts collected, 0 failed" in capsys.readouterr().err
+
+
+def test_options_of_the_ray_engine_are_refused_without_it(models: list[str], tmp_path: Path) -> None:
+    wanted = write_prompts(tmp_path / "wanted.jsonl", 1, seed=1)
+    with pytest.raises(ValueError, match="for --engine ray"):
+        run("collect", *models, "--workers", 2, "--out", tmp_path / "log", wanted)

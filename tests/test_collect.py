@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import prompts as random_prompts
 
-from treegraft.collect import collector
+from treegraft.collect import worker
 from treegraft.collect.collector import Sampling, collect
 from treegraft.collect.positions import Positions
 from treegraft.data.log import LEAVES, LogError, read_log, read_manifest
@@ -69,22 +69,22 @@ def test_a_leaf_is_the_tree_that_decoding_that_schedule_drafts(pair, tmp_path: P
 def drafters_of(monkeypatch: pytest.MonkeyPatch) -> list[LMDrafter]:
     """The medium drafters that the collector makes from now on."""
     made: list[LMDrafter] = []
-    monkeypatch.setattr(collector, "LMDrafter", lambda model: made.append(LMDrafter(model)) or made[-1])
+    monkeypatch.setattr(worker, "LMDrafter", lambda model: made.append(LMDrafter(model)) or made[-1])
     return made
 
 
 def test_a_block_of_positions_costs_one_medium_forward_a_step(pair, tmp_path: Path, monkeypatch) -> None:
     target, medium = pair("llama")
     made = drafters_of(monkeypatch)
-    collect(target, medium, as_prompts(1), tmp_path, DRAFTING, Sampling(), 2 * collector.BLOCK + 1)
+    collect(target, medium, as_prompts(1), tmp_path, DRAFTING, Sampling(), 2 * worker.BLOCK + 1)
     assert made[0].calls == 2 * DRAFTING.depth
 
 
 def test_neighbouring_positions_share_work_and_nothing_else(pair, tmp_path: Path, monkeypatch) -> None:
     target, medium = pair("llama")
     made = drafters_of(monkeypatch)
-    for block in (collector.BLOCK, 1):
-        monkeypatch.setattr(collector, "BLOCK", block)
+    for block in (worker.BLOCK, 1):
+        monkeypatch.setattr(worker, "BLOCK", block)
         collect(target, medium, as_prompts(2), tmp_path / str(block), DRAFTING, Sampling(), TOKENS)
     together, alone = ([drafter.tokens for drafter in made[i : i + 2]] for i in (0, 2))
     assert sum(together) < 0.8 * sum(alone)
@@ -147,7 +147,7 @@ def test_an_interrupted_collection_goes_on_where_it_stopped(pair, tmp_path: Path
     target, medium = pair("llama")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     collect(target, medium, as_prompts(3), whole, DRAFTING, Sampling(), TOKENS)
-    inner = collector.collect_prompt
+    inner = worker.collect_prompt
     asked: list[str] = []
 
     def interrupted(target, medium, prompt, *rest):  # type: ignore[no-untyped-def]
@@ -156,7 +156,7 @@ def test_an_interrupted_collection_goes_on_where_it_stopped(pair, tmp_path: Path
             raise KeyboardInterrupt
         return inner(target, medium, prompt, *rest)
 
-    monkeypatch.setattr(collector, "collect_prompt", interrupted)
+    monkeypatch.setattr(worker, "collect_prompt", interrupted)
     with pytest.raises(KeyboardInterrupt):
         collect(target, medium, as_prompts(3), broken, DRAFTING, Sampling(), TOKENS)
     collect(target, medium, as_prompts(3), broken, DRAFTING, Sampling(), TOKENS)

@@ -1,6 +1,5 @@
 """Whatever stops a collector, what it gathered stays whole, and a restart ends at an undisturbed run's log."""
 
-import multiprocessing
 import os
 import random
 import resource
@@ -10,59 +9,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny import prompts as random_prompts
+from gathered import DRAFTING, TOKENS, as_prompts, assert_same_log, fork, gather, in_child
 
-from treegraft.collect import collector
+from treegraft.collect import worker
 from treegraft.collect.collector import Sampling, collect
 from treegraft.data import log
 from treegraft.data.log import LogError, read_failed, read_log, read_manifest
 from treegraft.data.prompts import Prompt
 from treegraft.runtime.drafting import Drafting
 
-DRAFTING = Drafting(depth=2, width=2, children=2, budget=6)
-TOKENS = 4
 KILLS = 25
-fork = multiprocessing.get_context("fork")  # children start with the models loaded
-
-
-def as_prompts(count: int) -> list[Prompt]:
-    return [Prompt("tiny", str(i), text=" ".join(f"t{t}" for t in ids)) for i, ids in enumerate(random_prompts(count))]
-
-
-def gather(pair, folder: Path, count: int, **more):  # type: ignore[no-untyped-def]
-    return collect(*pair("llama"), as_prompts(count), folder, DRAFTING, Sampling(), TOKENS, **more)
-
-
-def table(folder: Path, name: str) -> list[dict]:
-    """The rows of a table of every part that the manifest names, in the prompts' order, without the wall times."""
-    parts = sorted(read_manifest(folder)["parts"], key=lambda part: int(part["prompt"]))
-    found = [row for part in parts for row in pq.read_table(folder / part[name]["file"]).to_pylist()]
-    return [{k: v for k, v in row.items() if not k.endswith("_ms")} for row in found]
-
-
-def assert_same_log(folder: Path, whole: Path) -> None:
-    for name in log.TABLES:
-        assert table(folder, name) == table(whole, name)
-    files = {part[name]["file"] for part in read_manifest(folder)["parts"] for name in log.TABLES}
-    assert {path.name for path in folder.iterdir()} - {log.LOCK} == {*files, log.MANIFEST}
-    read_log(folder)
-
-
-def in_child(work: Callable[[], object]):  # type: ignore[no-untyped-def]
-    child = fork.Process(target=work)
-    child.start()
-    return child
-
-
-@pytest.fixture(scope="module")
-def whole(pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed log of 8 prompts."""
-    folder = tmp_path_factory.mktemp("whole")
-    gather(pair, folder, 8)
-    return folder
 
 
 def test_kills_at_random_moments_lose_nothing(pair, whole: Path, tmp_path: Path) -> None:
@@ -170,7 +128,7 @@ def test_a_failure_that_a_full_disk_cannot_note_is_named(pair, whole: Path, tmp_
 
 
 def test_a_failed_prompt_is_named_and_retried_when_asked(pair, whole: Path, tmp_path: Path, monkeypatch) -> None:
-    usual = collector.decode
+    usual = worker.decode
     errors = {2: torch.OutOfMemoryError("out of memory: tried to allocate 9 GiB"), 4: RuntimeError("a bad weight")}
     asked: list[int] = []
 
@@ -180,7 +138,7 @@ def test_a_failed_prompt_is_named_and_retried_when_asked(pair, whole: Path, tmp_
             raise error
         return usual(*arguments, **keywords)
 
-    monkeypatch.setattr(collector, "decode", sometimes)
+    monkeypatch.setattr(worker, "decode", sometimes)
     _, failed = gather(pair, tmp_path, 8)
     assert failed == read_failed(tmp_path) and [line["prompt"] for line in failed] == ["2", "4"]
     assert "OutOfMemoryError: out of memory: tried" in failed[0]["error"] and "a bad weight" in failed[1]["error"]
@@ -214,7 +172,7 @@ def command_with_signals(pair, folder: Path, *numbers: int) -> tuple[int | None,
     def command() -> None:
         from treegraft import cli
 
-        usual, asked = collector.decode, iter(range(8))
+        usual, asked = worker.decode, iter(range(8))
 
         def signalled(*arguments, **keywords):  # type: ignore[no-untyped-def]
             if next(asked) == 2:
@@ -222,7 +180,7 @@ def command_with_signals(pair, folder: Path, *numbers: int) -> tuple[int | None,
                     os.kill(os.getpid(), number)
             return usual(*arguments, **keywords)
 
-        collector.decode = signalled
+        worker.decode = signalled
         cli.console.file = said.open("w")
         sys.argv = ["treegraft", "collect", *models, *shape, "--out", str(folder / "log"), str(prompts)]
         cli.main()

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +31,8 @@ Medium = Annotated[str, typer.Option(help="The medium drafter, named likewise, o
 Device = Annotated[str, typer.Option(help="Where models run, e.g. cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 MediumDtype = Annotated[str | None, typer.Option(help="The medium drafter's; by default as --dtype. Any is lossless.")]
-Prompts = Annotated[list[Path], typer.Argument(help="Prompt files (JSON Lines with turns, messages or prompt).")]
+Prompts = Annotated[list[str], typer.Argument(help="Prompt files or URIs (JSON Lines with turns, messages or prompt).")]
+LogFolder = Annotated[str, typer.Option("--log", help="Log folder, or its URI.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Answer tokens at most.", min=1)]
 Limit = Annotated[int | None, typer.Option(help="The first N prompts of each file.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -68,6 +70,7 @@ Penalty = Annotated[float, typer.Option("--repetition-penalty", help="1: off.", 
 Seed = Annotated[int, typer.Option(help="Of the sampling noise.", min=0, max=2**63 - 1)]
 
 DEFAULTS = Drafting()
+SOME_FAILED = 1  # collect's exit code where all was done that could be, and some prompts failed
 
 
 def main() -> None:
@@ -128,7 +131,7 @@ def profile(
 @app.command()
 def collect(
     prompts: Prompts,
-    out: Annotated[Path, typer.Option(help="Log folder; an interrupted one is continued.")],
+    out: Annotated[str, typer.Option(help="Log folder, or its URI; an interrupted one is continued.")],
     target: Target = "default",
     medium: Medium = "default-medium",
     device: Device = "cpu",
@@ -151,33 +154,76 @@ def collect(
         str, typer.Option(help="Which are logged: every:N or sample:F. Only every:1 replays exactly.")
     ] = "every:1",
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try those of failed.jsonl again.")] = False,
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: the i-th of n equal runs of the prompts, from 1/n on; `merge` joins them.")
+    ] = None,
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this process; ray: many machines.")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="ray: of a running cluster, or auto; by default one of this machine is made.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="ray: by default what there is room for.", min=1)] = None,
+    num_gpus: Annotated[float, typer.Option(help="ray: GPUs a worker.", min=0)] = 0.0,
+    num_cpus: Annotated[float, typer.Option(help="ray: CPUs a worker.", min=0)] = 1.0,
 ) -> None:
     """Decode prompts while forking every invoke-or-skip decision; log signals and realised value."""
-    from treegraft.collect.collector import Sampling, collect
+    from treegraft.collect.collector import Engine, collect_with
     from treegraft.collect.positions import Positions
-    from treegraft.data.prompts import read_prompts
+    from treegraft.collect.ray_engine import ray_engine
+    from treegraft.collect.worker import Sampling, Settings, Worker
+    from treegraft.data.files import location
+    from treegraft.data.prompts import read_prompts, take_shard
 
-    drafting = Drafting(depth, width, children, budget, pool, medium_calls)
-    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    chosen = Positions.parse(positions)
+    how = Settings(
+        Drafting(depth, width, children, budget, pool, medium_calls),
+        Sampling(temperature, top_k, top_p, repetition_penalty, seed),
+        max_new_tokens,
+        Positions.parse(positions),
+    )
+    folder = location(out)
     wanted = read_prompts(prompts, limit)
-    models = _load_pair(target, medium, device, dtype, medium_dtype)
-    with _stop_signals() as stopped, _progress("collecting") as update:
-        manifest, failed = collect(*models, wanted, out, drafting, sampling, max_new_tokens, chosen, retry_failed,
-                                   progress=update, stop=lambda: bool(stopped))  # fmt: skip
+    if shard is not None:
+        wanted = take_shard(wanted, shard)
+    load = partial(Worker.load, target, medium, device, dtype, medium_dtype, how)
+    if engine == "local" and (address, workers, num_gpus, num_cpus) != (None, None, 0.0, 1.0):
+        raise ValueError("--address, --workers, --num-gpus and --num-cpus are for --engine ray")
+    with ExitStack() as stack:
+        with console.status(f"loading {target} and {medium}"):
+            running: Engine = (
+                load()
+                if engine == "local"
+                else stack.enter_context(ray_engine(load, address, workers, num_gpus, num_cpus))
+            )
+        stopped = stack.enter_context(_stop_signals())
+        update = stack.enter_context(_progress("collecting"))
+        manifest, failed = collect_with(running, wanted, folder, retry_failed, update, lambda: bool(stopped))
     for failure in failed:
         _say(f"failed: {failure['file']}/{failure['prompt']}: {failure['error']}")
     tables = [part[table] for part in manifest["parts"] for table in ("decisions", "leaves")]
-    logged, size = sum(t["rows"] for t in tables[1::2]) // drafting.schedules, sum(t["bytes"] for t in tables)
+    logged, size = sum(t["rows"] for t in tables[1::2]) // how.drafting.schedules, sum(t["bytes"] for t in tables)
     _say(
         f"{out}: {len(manifest['parts'])} prompts collected, {len(failed)} failed; {logged} positions, "
         f"{size / max(logged, 1):.0f} bytes each"
     )
     if failed:
-        _say(f"{out / 'failed.jsonl'} names them; the same command with --retry-failed tries them again")
+        _say(f"{folder / 'failed.jsonl'} names them; the same command with --retry-failed tries them again")
     if stopped:
         _say(f"stopped by {stopped[0].name}; the same command goes on at the next prompt", style="red")
         raise typer.Exit(128 + stopped[0])
+    if failed:
+        raise typer.Exit(SOME_FAILED)
+
+
+@app.command()
+def merge(
+    out: Annotated[str, typer.Argument(help="New log folder, or its URI.")],
+    logs: Annotated[list[str], typer.Argument(help="Logs to join, in this order: folders or URIs.")],
+) -> None:
+    """Join logs of the same models and settings, such as shards, into one."""
+    from treegraft.collect.merge import merge
+
+    merged = merge(out, logs)
+    _say(f"{out}: {merged.prompts} prompts of {len(logs)} logs, {merged.duplicates} duplicates dropped, "
+         f"{merged.failed} failed")  # fmt: skip
 
 
 @contextmanager
@@ -208,7 +254,7 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
 
 @app.command("fit-value")
 def fit_value(
-    log: Annotated[Path, typer.Option(help="Log folder.")],
+    log: LogFolder,
     out: Annotated[Path, typer.Option(help="Where the value model goes (a folder).")],
     latency: Latency = None,
     what_if: WhatIf = None,
@@ -216,9 +262,10 @@ def fit_value(
     seed: Seed = 0,
 ) -> None:
     """Fit the expected worth of calling the medium drafter, and select the signals that predict it."""
+    from treegraft.data.files import location
     from treegraft.value_system.value import fit_value
 
-    report = fit_value(log, _priced(latency, what_if), out, kind=model, seed=seed)
+    report = fit_value(location(log), _priced(latency, what_if), out, kind=model, seed=seed)
     _say(f"{out}: signals {', '.join(report['signals'])}; held-out speed over autoregressive decoding:")
     _print_figures(report["cross_validated"])
 
@@ -275,7 +322,7 @@ def export(
 
 @app.command()
 def evaluate(
-    log: Annotated[Path, typer.Option(help="Log folder.")],
+    log: LogFolder,
     latency: Latency = None,
     what_if: WhatIf = None,
     schedule: Schedules = ["small", "medium"],  # noqa: B006
@@ -296,7 +343,7 @@ def evaluate(
         answers = stand_in(answers)
         _say(f"an estimate, not an exact replay: {log} holds the positions {manifest['positions']}", style="yellow")
     drafting = Drafting(**manifest["drafting"])
-    plans = _plans(schedule, drafting, cut, priced, rho, same_trees=str(log))
+    plans = _plans(schedule, drafting, cut, priced, rho, same_trees=log)
     result = {**evaluate(answers, plans, priced), "exact": exact}
     _report(result, json_out)
     if not json_out:

@@ -1,16 +1,18 @@
 """The log of a collection: a folder of Parquet parts and a manifest that names only whole parts (docs/log-format.md).
 
 One prompt is one part: `decisions-N.parquet` (a row per decision point) and `leaves-N.parquet` (a row per schedule).
-Files are written aside, flushed and renamed, so that whatever kills the writer, a reader finds whole ones.
+Files appear whole (data/files.py), so that whatever kills the writer, a reader finds no half of one.
 """
 
+import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import platform
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
+from upath import UPath
 
+from treegraft.data.files import Location, listing, location, write_whole
 from treegraft.runtime.signals import LOGGED, SIGNALS
 
 VERSION = 1
@@ -58,7 +62,7 @@ class LogError(ValueError):
     """A log that cannot be used; the message names the folder or file and what to do."""
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Location) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -71,11 +75,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    _whole(folder / MANIFEST, lambda aside: aside.write_text(json.dumps(manifest, indent=1) + "\n"))
+def write_manifest(folder: Location, manifest: dict[str, Any]) -> None:
+    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
 
-def read_failed(folder: Path) -> list[dict[str, Any]]:
+def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """How the settings of a manifest differ from others, by field ("drafting.width = 2, not 3"); "" where they agree.
+
+    Parts, and the versions that a log was begun with, are no settings.
+    """
+    flat, other = (_flat({k: v for k, v in s.items() if k not in ("parts", "versions")}) for s in (there, here))
+    differing = [name for name in flat | other if flat.get(name) != other.get(name)]
+    return ", ".join(f"{name} = {flat.get(name)}, not {other.get(name)}" for name in differing[:3])
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def read_failed(folder: Location) -> list[dict[str, Any]]:
     """The prompts that could not be collected: file, prompt, the prompt's sha256, and the error."""
     path = folder / FAILED
     try:
@@ -90,57 +112,83 @@ def read_failed(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def write_failed(folder: Path, failed: Iterable[dict[str, Any]]) -> None:
+def write_failed(folder: Location, failed: Iterable[dict[str, Any]]) -> None:
     """Replace failed.jsonl; where nothing failed there is no such file."""
-    lines = [json.dumps(line) + "\n" for line in failed]
-    if lines:
-        _whole(folder / FAILED, lambda aside: aside.write_text("".join(lines)))
+    if lines := [json.dumps(line) + "\n" for line in failed]:
+        write_whole(folder / FAILED, "".join(lines).encode())
     else:
         (folder / FAILED).unlink(missing_ok=True)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other collectors; raises LogError while one holds it.
+def locked(folder: Location) -> Iterator[None]:
+    """Hold the folder against other writers; raises LogError while one holds it.
 
-    The lock is the system's and ends with its holder, however that ends: the file that stays behind means nothing.
+    A local lock is the system's and ends with its holder, however that ends: the file that stays behind means nothing.
+    In a store it is an object, made only if there is none, and stays if its holder is killed.
     """
-    lock = FileLock(folder / LOCK)
+    lock = folder / LOCK
+    with _system_lock(lock) if isinstance(lock, Path) else _lock_object(lock):
+        yield
+
+
+@contextmanager
+def _system_lock(path: Path) -> Iterator[None]:
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise LogError(f"{folder}: another collector is at work here; wait for it, or use another --out") from error
+        raise LogError(
+            f"{path.parent}: another collector is at work here; wait for it, or use another --out"
+        ) from error
     try:
         yield
     finally:
         lock.release()
 
 
-def tidy(folder: Path, manifest: dict[str, Any]) -> None:
+@contextmanager
+def _lock_object(path: UPath) -> Iterator[None]:
+    holder = f"process {os.getpid()} on {platform.node()} since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    try:
+        path.fs.pipe_file(path.path, holder.encode(), mode="create")
+    except OSError as error:
+        if not path.exists():
+            raise
+        raise LogError(
+            f"{path.parent}: another collector is at work here ({path.read_text()}); wait for it, or use another "
+            f"--out; if it was killed, delete {path}"
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def tidy(folder: Location, manifest: dict[str, Any]) -> None:
     """Delete what a killed writer left: files half written, and parts that the manifest does not name."""
     named = {part[table]["file"] for part in manifest["parts"] for table in TABLES}
-    for pattern in (".*.partial", *(f"{table}-*.parquet" for table in TABLES)):
-        for path in folder.glob(pattern):
-            if path.name not in named:
-                path.unlink()
+    files = listing(folder)
+    for name in {*fnmatch.filter(files, ".*.partial"), *part_files(files)} - named:
+        (folder / name).unlink()
 
 
-def as_tables(decisions: list[dict], leaves: list[dict]) -> list[pa.Table]:
-    """A prompt's rows as the two tables; raises ValueError where a value does not fit its column."""
-    return [pa.Table.from_pylist(decisions, schema=DECISIONS), pa.Table.from_pylist(leaves, schema=LEAVES)]
+def part_files(names: Iterable[str], tables: Iterable[str] = TABLES) -> list[str]:
+    """Those of a folder's files that are parts' tables."""
+    return sorted(name for table in tables for name in fnmatch.filter(names, f"{table}-*.parquet"))
 
 
-def write_part(folder: Path, number: int, tables: list[pa.Table]) -> dict[str, Any]:
-    """Write a prompt's two tables, whole or not at all; returns what the manifest says of them."""
-    part: dict[str, Any] = {}
-    for name, table in zip(TABLES, tables, strict=True):
-        path = folder / f"{name}-{number:06d}.parquet"
-        write = partial(
-            pq.write_table, table, use_dictionary=_repeating(table.schema), compression="zstd", compression_level=9
-        )
-        _whole(path, write)
-        part[name] = {"file": path.name, "rows": len(table), "bytes": path.stat().st_size, "sha256": _sha256(path)}
-    return part
+Tables = dict[str, tuple[int, bytes]]  # of one part, by table: rows and Parquet file
+
+
+def encode(decisions: list[dict], leaves: list[dict]) -> Tables:
+    """A prompt's rows as the two tables' files; raises ValueError where a value does not fit its column."""
+    tables: Tables = {}
+    for name, rows, schema in zip(TABLES, (decisions, leaves), (DECISIONS, LEAVES), strict=True):
+        table, file = pa.Table.from_pylist(rows, schema=schema), pa.BufferOutputStream()
+        pq.write_table(table, file, use_dictionary=_repeating(schema), compression="zstd", compression_level=9)
+        tables[name] = len(table), file.getvalue().to_pybytes()
+    return tables
 
 
 def _repeating(schema: pa.Schema) -> list[str]:
@@ -153,47 +201,60 @@ def _repeating(schema: pa.Schema) -> list[str]:
     ]
 
 
-def check_part(folder: Path, part: dict[str, Any]) -> None:
-    """Raise LogError where a file of a part is missing or is not what was written."""
+def write_part(folder: Location, number: int, tables: Tables) -> dict[str, Any]:
+    """Write a prompt's two tables, each whole or not at all; returns what the manifest says of them."""
+    part: dict[str, Any] = {}
+    for name, (rows, content) in tables.items():
+        file = f"{name}-{number:06d}.parquet"
+        write_whole(folder / file, content)
+        part[name] = {"file": file, "rows": rows, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return part
+
+
+def read_part(folder: Location, part: dict[str, Any]) -> Tables:
+    """The files of a part; raises LogError where one is missing or is not what was written."""
+    tables: Tables = {}
     for table in TABLES:
         path = folder / part[table]["file"]
-        if not path.exists():
-            raise LogError(
-                f"{path}: missing, though the manifest names it; `treegraft collect` with the prompt file "
-                f"{part['file']!r} makes it again"
-            )
-        if _sha256(path) != part[table]["sha256"]:
-            raise LogError(
-                f"{path}: altered or truncated since it was collected (its hash differs); delete it, and `treegraft "
-                "collect` makes it again"
-            )
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError as error:
+            raise _missing(path, part) from error
+        if hashlib.sha256(content).hexdigest() != part[table]["sha256"]:
+            raise _altered(path, "hash")
+        tables[table] = part[table]["rows"], content
+    return tables
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def check_parts(folder: Location, parts: list[dict[str, Any]]) -> None:
+    """Raise LogError where a file of these parts is missing or is not what was written.
+
+    A store keeps its objects' content itself, so there names and sizes are compared, by one listing.
+    """
+    files = listing(folder)
+    for part in parts:
+        for table in TABLES:
+            path = folder / part[table]["file"]
+            if path.name not in files:
+                raise _missing(path, part)
+            if files[path.name] != part[table]["bytes"]:
+                raise _altered(path, "size")
+        if isinstance(folder, Path):
+            read_part(folder, part)
 
 
-def _whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write aside, flush to disk, rename: a reader sees the old file or the whole new one."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        write(aside)
-        _flush(aside)
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)  # on a full disk its space is needed
-        raise
-    _flush(path.parent)
+def _missing(path: Location, part: dict[str, Any]) -> LogError:
+    return LogError(
+        f"{path}: missing, though the manifest names it; `treegraft collect` with the prompt file {part['file']!r} "
+        "makes it again"
+    )
 
 
-def _flush(path: Path) -> None:
-    """Make a file's content, or a folder's renames, outlast a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _altered(path: Location, what: str) -> LogError:
+    return LogError(
+        f"{path}: altered or truncated since it was collected (its {what} differs); delete it, and `treegraft "
+        "collect` makes it again"
+    )
 
 
 @dataclass
@@ -225,19 +286,18 @@ def node(step: int, mask: Any) -> Any:
     return (1 << (step - 1)) - 1 + mask
 
 
-def read_log(folder: Path) -> tuple[dict[str, Any], list[Answer]]:
-    """A log's manifest and its answers; raises LogError as `read_parts` does."""
-    manifest = read_manifest(folder)
-    return manifest, read_parts(folder, manifest, manifest["parts"])
+def read_log(folder: str | Location) -> tuple[dict[str, Any], list[Answer]]:
+    """A log's manifest and its answers; raises LogError as `read_answers` does."""
+    manifest = read_manifest(folder := location(folder))
+    return manifest, read_answers(folder, manifest, manifest["parts"])
 
 
-def read_parts(folder: Path, manifest: dict[str, Any], parts: Iterable[dict[str, Any]]) -> list[Answer]:
+def read_answers(folder: Location, manifest: dict[str, Any], parts: Iterable[dict[str, Any]]) -> list[Answer]:
     """The answers of some parts of a log; raises LogError for one that is missing or was altered, and for none."""
     answers: list[Answer] = []
     drafting = manifest["drafting"]
     for part in parts:
-        check_part(folder, part)
-        decisions, leaves = (pq.read_table(folder / part[table]["file"]) for table in TABLES)
+        decisions, leaves = (pq.read_table(pa.BufferReader(file)) for _, file in read_part(folder, part).values())
         answers += _answers(decisions, leaves, part, drafting["depth"], drafting["budget"])
     if not answers:
         raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")

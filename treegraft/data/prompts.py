@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from treegraft.data.files import Location, location
+
 SHIPPED = Path(__file__).parent / "prompts"
 
 
@@ -39,11 +41,11 @@ def shipped(split: str) -> list[Path]:
     return sorted((SHIPPED / split).glob("*.jsonl"))
 
 
-def read_prompts(paths: Iterable[Path], limit: int | None = None) -> list[Prompt]:
+def read_prompts(paths: Iterable[str | Location], limit: int | None = None) -> list[Prompt]:
     """The prompts of all files in order, the first `limit` of each; raises PromptError naming file and line."""
     prompts: list[Prompt] = []
     seen: set[tuple[str, str]] = set()
-    for path in paths:
+    for path in map(location, paths):
         try:
             lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
@@ -63,7 +65,19 @@ def read_prompts(paths: Iterable[Path], limit: int | None = None) -> list[Prompt
     return prompts
 
 
-def _parse(path: Path, number: int, line: str) -> Prompt:
+def take_shard(prompts: list[Prompt], shard: str) -> list[Prompt]:
+    """The i-th of n equal runs of `prompts`, for `shard` = "i/n" with 1 <= i <= n; ValueError for anything else.
+
+    The n runs in order are all prompts, so that logs merged in that order are as one made in one go.
+    """
+    index, _, count = shard.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise ValueError(f"--shard {shard!r}: give i/n with i from 1 to n, such as 1/8")
+    begin, end = ((int(index) - 1 + more) * len(prompts) // int(count) for more in (0, 1))
+    return prompts[begin:end]
+
+
+def _parse(path: Location, number: int, line: str) -> Prompt:
     where = f"{path}, line {number}"
     try:
         data = json.loads(line)

@@ -5,12 +5,12 @@ prompts that nothing was chosen by.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from treegraft.data.log import read_parts
+from treegraft.data.files import Location
+from treegraft.data.log import read_answers
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.value_system.replay import flatten, replay, summarise
@@ -43,7 +43,7 @@ def batches(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
 
 
 def judge(
-    folder: Path, manifest: dict[str, Any], parts: Sequence[Part], plans: Sequence[Plan], profile: LatencyProfile
+    folder: Location, manifest: dict[str, Any], parts: Sequence[Part], plans: Sequence[Plan], profile: LatencyProfile
 ) -> dict[str, Any]:
     """Replay plans, with autoregressive decoding, on parts of a log: `summarise`'s figures.
 
@@ -51,7 +51,7 @@ def judge(
     """
     records = []
     for batch in batches(parts, BATCH):
-        log = flatten(read_parts(folder, manifest, batch))
+        log = flatten(read_answers(folder, manifest, batch))
         for plan in (AUTOREGRESSIVE, *plans):
             records += replay(log, plan.schedule, plan.cut, profile, plan.drafting).records(plan.name)
     return summarise(records)

@@ -20,7 +20,8 @@ import numpy as np
 from sklearn.base import BaseEstimator
 from threadpoolctl import threadpool_limits
 
-from treegraft.data.log import MANIFEST, Answer, LogError, read_manifest, read_parts
+from treegraft.data.files import Location, location
+from treegraft.data.log import MANIFEST, Answer, LogError, read_answers, read_manifest
 from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
@@ -345,7 +346,7 @@ class FitError(ValueError):
 
 
 def fit_value(
-    log_folder: Path, profile: LatencyProfile, out_folder: Path, kind: str = "lightgbm", seed: int = 0
+    log_folder: Location, profile: LatencyProfile, out_folder: Path, kind: str = "lightgbm", seed: int = 0
 ) -> dict[str, Any]:
     """Fit, select signals and cross-validate; writes the value folder and returns what its value.json says.
 
@@ -355,7 +356,7 @@ def fit_value(
     if manifest["signals"] != LOGGED:
         raise LogError(f"{log_folder}: was collected with other signals than this treegraft has; collect again")
     fitted, left = divide(manifest, seed, FITTED)
-    answers = read_parts(log_folder, manifest, fitted)
+    answers = read_answers(log_folder, manifest, fitted)
     drafting = Drafting(**manifest["drafting"])
     groups = prompt_groups(answers)
     if groups.max() < 1:
@@ -562,7 +563,7 @@ def _calibration(
     ]
 
 
-def _hash(log_folder: Path) -> str:
+def _hash(log_folder: Location) -> str:
     return hashlib.sha256((log_folder / MANIFEST).read_bytes()).hexdigest()
 
 
@@ -582,8 +583,8 @@ class Value:
     profile: LatencyProfile
 
     @property
-    def log_folder(self) -> Path:
-        return Path(self.report["log"]["folder"])
+    def log_folder(self) -> Location:
+        return location(self.report["log"]["folder"])
 
     @property
     def drafting(self) -> Drafting:
@@ -600,7 +601,7 @@ def load_value(folder: Path) -> Value:
         raise FitError(
             f"{folder}: version {report.get('version')!r}; this treegraft reads version {VERSION}: fit again"
         )
-    log_folder = Path(report["log"]["folder"])
+    log_folder = location(report["log"]["folder"])
     manifest = read_manifest(log_folder)
     for name, letter in (("depth", "K"), ("width", "W"), ("children", "m"), ("budget", "B")):
         held, wanted = manifest["drafting"][name], report["drafting"][name]
@@ -614,7 +615,7 @@ def load_value(folder: Path) -> Value:
             f"{folder}: {log_folder} has changed since this was fitted to it; run `treegraft fit-value` again"
         )
     fitted, left = divide(manifest, report["seed"], FITTED)
-    answers = read_parts(log_folder, manifest, fitted)
+    answers = read_answers(log_folder, manifest, fitted)
     kind, depth = report["kind"], report["drafting"]["depth"]
     folds = [
         (
