@@ -150,11 +150,16 @@ def onward(log: Positions, leaves: Leaves, masks: np.ndarray, rho: float) -> np.
 def features(log: Positions, states: States, step: int) -> np.ndarray:
     """All signals (R * 2^(step - 1), len(NAMES)) before a step; row r * 2^(step - 1) + mask."""
     masks = np.arange(1 << (step - 1))
-    logged = log.signals[:, node(step, masks)]
-    own = np.repeat(states.values[:, None], len(masks), axis=1)
-    called = log.tokens[:, masks, : step - 1].any(axis=2)
-    own[called, TRAJECTORY.index("lag")] = 0.0  # as a live round reads it after its first call
-    return np.concatenate([logged, own], axis=2).reshape(-1, len(NAMES))
+    rows = np.repeat(np.arange(len(log.position)), len(masks))
+    return features_at(log, states, step, rows, np.tile(masks, len(log.position)))
+
+
+def features_at(log: Positions, states: States, step: int, rows: np.ndarray, masks: np.ndarray) -> np.ndarray:
+    """All signals (n, len(NAMES)) before a step at some positions `rows` (n,) after the decisions `masks` (n,)."""
+    values = np.concatenate([log.signals[rows, node(step, masks)], states.values[rows]], axis=1)
+    called = log.tokens[rows, masks, : step - 1].any(axis=1)
+    values[called, NAMES.index("lag")] = 0.0  # as a live round reads it after its first call
+    return values
 
 
 def backward(log: Positions, worth: np.ndarray, decide: Callable[[int, np.ndarray], np.ndarray]) -> list[np.ndarray]:
