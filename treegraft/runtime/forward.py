@@ -91,7 +91,9 @@ class TreeForward:
         lag = len(committed) - self.seen
         assert lag == 0 or not self.slots, "the lag is caught up in the first call of a round"
         branched = len(nodes) > 1 or bool(self.slots)
-        most = max(static.SIZES[-1] - len(nodes), 0) if self.static else LONG_LAG
+        most = LONG_LAG
+        if self.static:  # before the first padded forward a plain one makes the buffers
+            most = max(static.SIZES[-1] - len(nodes), 0) if self.seen else 0
         if branched and lag > most:
             self._catch_up(committed)
             lag = 0

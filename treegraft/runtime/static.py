@@ -124,18 +124,19 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _capture(step: Step, inputs: torch.Tensor, pool: Any) -> Captured:
     """Warm up, then capture into `pool`; a step may run any number of times: it writes the same slots each time."""
     held, stream = Captured(inputs.clone()), _side_stream(inputs.device)
-    stream.wait_stream(torch.cuda.current_stream(inputs.device))
-    try:
-        with torch.cuda.device(inputs.device):
+    with torch.cuda.device(inputs.device):
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
             with torch.cuda.stream(stream):
                 step(held.inputs)  # libraries allocate what they keep
                 with Capturable():  # a capture that breaks off would leave the allocator with loose ends
                     step(held.inputs)
-            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 held.logits = step(held.inputs)
             held.graph = graph
-    except RuntimeError as error:
-        warnings.warn(f"a model's forwards run without CUDA graphs, more slowly: {error}", stacklevel=2)
+        except RuntimeError as error:
+            warnings.warn(f"a model's forwards run without CUDA graphs, more slowly: {error}", stacklevel=2)
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
     return held
