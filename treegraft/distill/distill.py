@@ -123,7 +123,7 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
 def learn(
     kind: str, log: Positions, model: ValueModel, profile: LatencyProfile, drafting: Drafting
 ) -> Rules | TreeModel:
-    """A student of `model` on a log: fit, follow it, refit on what it visits too; the fastest of TURNS, then refined."""
+    """A student of `model`: fit to the states that the model visits, then to its own too; the fastest, refined."""
     cut = Cut("worth", model.rho_, profile)
     names = [name for name in model.names if kind == "tree" or name != "step"]  # rules have a step each
     best: tuple[float, Rules | TreeModel] | None = None

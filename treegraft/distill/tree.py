@@ -31,7 +31,7 @@ class TreeStudent(BaseEstimator):
         columns: dict[str, list] = {name: [] for name in ("feature", "threshold", "left", "right", "value")}
 
         def copy(branch: Branch, leaves: int) -> int:
-            """Copy what gains most with at most `leaves` leaves, parents first, and with fewer if those gain as much."""
+            """Copy what gains most with at most `leaves` leaves, parents first; the fewest that gain as much."""
             index, gains = len(columns["feature"]), branch.gains[:leaves]
             used = int(np.argmax(gains >= gains.max() - 1e-9 * abs(gains.max())))  # leaves but one
             row = (branch.feature, branch.threshold, -1, -1) if used else (-1, 0.0, -1, -1)

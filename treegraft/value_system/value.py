@@ -54,7 +54,7 @@ VERSION = 1
 KINDS = ("lightgbm", "linear")
 TURNS = 3  # of fitting and replaying
 VALUE_MODEL = "value model"
-SIZES = (1, 2, 3, 4, 6, 8, 12)  # numbers of signals that the selection tries besides all, CONTEXT aside
+SIZES = (1, 2, 4, 8, 12)  # numbers of signals that the selection tries besides all, CONTEXT aside
 CONTEXT = ("step", "medium_calls", "mask")  # read by every model: they are free, and need not be selected
 INSIDE = 0.2  # weight of a position where the replay started no round; where it did, 1
 ROWS = 200_000  # at most this many states are fitted a step
@@ -302,7 +302,13 @@ class ValueModel(BaseEstimator):
 
     def masks(self, log: Positions, states: States) -> np.ndarray:
         """The mask (R,) that the model decides on at each position."""
-        return path([margin > 0 for margin in self.margins(log, states)])[-1]
+        rows = np.arange(len(log.position))
+        masks = np.zeros(len(rows), dtype=int)
+        for step in range(1, log.depth + 1):
+            call = masks | 1 << (step - 1)
+            invoke = self.decide_many(step, masks, features_at(log, states, step, rows, masks))
+            masks = np.where(invoke & log.possible[rows, call], call, masks)
+        return masks
 
     def _fit_step(self, log: Positions, states: States, step: int, margin: np.ndarray) -> np.ndarray:
         """Fit one step's model; returns its decisions, shaped as `margin`."""
@@ -414,7 +420,7 @@ def fit_value(
         "cross_validated": _cross_validated(answers, ms[size], against, profile),
         "calibration": _calibration(folds, chosen, profile, drafting),
         "score_calibration": score_calibration(everything),
-        "calls": _calls(folds, chosen, profile, drafting),
+        **_rounds(folds, chosen, profile, drafting),
         "importance": all_signals.importance(),
         "folds": [
             {"test": fold.index.tolist(), "rho": own.rho_, "signals": own.names} for fold, own in zip(folds, chosen)
@@ -506,19 +512,27 @@ def _cross_validated(
     return figures
 
 
-def _calls(
-    folds: list[Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
-) -> dict[str, list[float]]:
-    """The share of held-out rounds, by file and in all, where the model calls at each step."""
+def _rounds(folds: list[Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting) -> dict[str, Any]:
+    """Of held-out rounds under the model, by file and in all: the share that calls at each step, and nodes verified."""
     called: dict[str, list[np.ndarray]] = {}
+    kept: dict[str, list[np.ndarray]] = {}
     for fold, model in zip(folds, models):
         trace = replay(fold.test, model, Cut("worth", model.rho_, profile), profile, drafting).trace
         steps = trace["mask"][:, None] >> np.arange(drafting.depth) & 1
         for index, answer in enumerate(fold.test.answers):
-            called.setdefault(answer.file, []).append(steps[trace["answer"] == index])
-    by_file = {file: np.concatenate(parts) for file, parts in sorted(called.items())}
-    rows = {**by_file, "overall": np.concatenate(list(by_file.values()))}
-    return {name: steps.mean(axis=0).tolist() if len(steps) else [0.0] * drafting.depth for name, steps in rows.items()}
+            mine = trace["answer"] == index
+            for name in (answer.file, "overall"):
+                called.setdefault(name, []).append(steps[mine])
+                kept.setdefault(name, []).append(trace["kept"][mine])
+    calls = {name: np.concatenate(parts) for name, parts in sorted(called.items())}
+    sizes = {name: np.concatenate(parts) for name, parts in sorted(kept.items())}
+    return {
+        "calls": {name: part.mean(axis=0).tolist() if len(part) else [0.0] * drafting.depth
+                  for name, part in calls.items()},
+        "verified": {name: {"mean": float(part.mean()), "median": float(np.median(part)),
+                            "at_budget": float((part == drafting.budget).mean())}
+                     for name, part in sizes.items() if len(part)},
+    }  # fmt: skip
 
 
 def score_calibration(log: Positions) -> dict[str, list[dict[str, float]]]:
