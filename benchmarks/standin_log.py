@@ -47,10 +47,10 @@ def main(
     wanted = read_prompts(prompts, limit)
     for name, medium in (("default", load_model(DEFAULT_MEDIUM, dtype=medium_dtype)), ("strong", standin)):
 
-        def said(done: int, total: int, positions: int, name: str = name) -> None:
-            print(f"{name}: {done} of {total} prompts, {positions} positions", flush=True)
+        def said(done: int, total: int, name: str = name) -> None:
+            print(f"{name}: {done} of {total} prompts", flush=True)
 
-        collect(target, medium, wanted, out / name, Drafting(), Sampling(), max_new_tokens, said)
+        collect(target, medium, wanted, out / name, Drafting(), Sampling(), max_new_tokens, progress=said)
 
 
 def round_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
