@@ -27,7 +27,7 @@ def main(log: Path, profiles: Annotated[list[str], typer.Argument(help="r, or a 
     files = list(dict.fromkeys(answer.file for answer in answers))
     of_file = np.array([files.index(answer.file) for answer in answers])
     by_file = [make_fold(answers, np.flatnonzero(of_file == i)) for i in range(len(files))]
-    by_prompt = make_folds(answers)
+    by_prompt = list(make_folds(answers))
 
     def judged(learned: str, folds: list[Fold]) -> dict[str, dict]:
         """The gains of trees learned under one profile, by the profile that they are judged under."""

@@ -379,7 +379,7 @@ def fit_value(
             f"{log_folder}: no answer is longer than {drafting.depth + 2} tokens, so none shows what {drafting.depth} "
             "steps of drafting gain; collect with a greater --max-new-tokens"
         )
-    folds = make_folds(answers)
+    folds = list(make_folds(answers))
     full = [ValueModel(kind, seed).fit(fold.train, profile, drafting) for fold in folds]
     sizes = [*SIZES, len(NAMES) - len(CONTEXT)]
     models = {size: [_smaller(model, size, fold.train, profile, drafting) for model, fold in zip(full, folds)]
