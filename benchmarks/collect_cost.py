@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from treegraft.collect import collector, fork
+from treegraft.collect import fork
 from treegraft.collect.collector import Sampling, collect
 from treegraft.data import log
 from treegraft.data.prompts import Conversation, Prompt, read_prompts, shipped
@@ -44,8 +44,8 @@ PARTS = {
     "medium steps": fork.medium_step,
     "planning medium steps": fork.plan_medium,
     "signals": signals.compute,
-    "leaves": collector.leaf_facts,
-    "tables": log.as_tables,
+    "leaves": fork.leaf_facts,
+    "tables": log.encode,
     "files": log.write_part,
 }
 

@@ -36,6 +36,7 @@ class Mortal(Worker):
 
 def test_two_workers_of_which_one_is_killed_make_the_log_of_one_process(pair, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(ray_engine, "LOSSES", 2)  # loading a worker takes seconds
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as other tests, on a busy machine
     harmless = as_prompts(8)
     prompts = [*harmless, Prompt("tiny", "deadly", text="t1")]
     alone, together, tried = (tmp_path / name for name in ("alone", "together", "tried"))

@@ -169,6 +169,17 @@ def test_shards_in_a_store_are_merged_fitted_distilled_and_replayed_as_they_are(
     assert report["log"]["folder"] == merged
 
 
+def test_a_bucket_that_refuses_the_log_is_named(pair, bucket: str, monkeypatch) -> None:
+    fs = location(bucket).fs
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(fs, "pipe_file", refuse)
+    with pytest.raises(LogError, match=r"s3://bucket/denied: cannot be written \(Access Denied\)"):
+        gather(pair, f"{bucket}/denied", 1)
+
+
 def test_a_uri_that_cannot_serve_is_refused_by_what_is_wanting(pair, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"nowhere://x: cannot be opened"):
         location("nowhere://x")

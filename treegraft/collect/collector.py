@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from treegraft.collect.positions import Positions
 from treegraft.collect.worker import Outcome, Sampling, Settings, Worker
 from treegraft.data import log
-from treegraft.data.files import Location, check_writable, listing, location
+from treegraft.data.files import Location, listing, location, make_folder
 from treegraft.data.prompts import Prompt
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.models import Model
@@ -56,8 +56,7 @@ def collect_with(
     Raises LogError where the log was made with other models or settings, was damaged, or cannot be written.
     """
     folder = location(folder)
-    check_writable(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with log.locked(folder):
         manifest = _open(folder, engine.settings, {(prompt.file, prompt.id) for prompt in prompts})
         held = {(p["file"], p["prompt"]): p["sha256"] for p in manifest["parts"]}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treegraft.data import log
-from treegraft.data.files import Location, check_writable, listing, location
+from treegraft.data.files import Location, listing, location, make_folder
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ def merge(out: str | Location, logs: Sequence[str | Location]) -> Merged:
     is a log. Raises LogError where `out` is not empty, and where logs differ in models, settings or a prompt's text.
     """
     out, folders = location(out), [location(folder) for folder in logs]
-    check_writable(out)
     manifests = [log.read_manifest(folder) for folder in folders]
     parts: dict[tuple[str, str], tuple[Location, dict[str, Any]]] = {}
     failed: dict[tuple[str, str], dict[str, Any]] = {}
@@ -42,7 +41,7 @@ def merge(out: str | Location, logs: Sequence[str | Location]) -> Merged:
             duplicates += same is not part
         for line in log.read_failed(folder):
             failed.setdefault((line["file"], line["prompt"]), line)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     with log.locked(out):
         if there := sorted(listing(out).keys() - {log.LOCK}):
             raise log.LogError(f"{out}: holds {there[0]}; give a new folder to merge into")

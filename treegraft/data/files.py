@@ -23,9 +23,11 @@ def location(place: str | Location) -> Location:
     return Path(uri.path) if uri.protocol in ("file", "local") else uri
 
 
-def check_writable(folder: Location) -> None:
-    """Raise ValueError for a URI where a file could appear half written."""
-    if not isinstance(folder, Path) and folder.protocol not in STORES:
+def make_folder(folder: Location) -> None:
+    """Make a local folder; a store has none. Raises ValueError for a URI where a file could appear half written."""
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+    elif folder.protocol not in STORES:
         raise ValueError(f"{folder}: a log is written to a local folder or to one of {', '.join(STORES)}")
 
 

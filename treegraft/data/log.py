@@ -154,7 +154,7 @@ def _lock_object(path: UPath) -> Iterator[None]:
         path.fs.pipe_file(path.path, holder.encode(), mode="create")
     except OSError as error:
         if not path.exists():
-            raise
+            raise LogError(f"{path.parent}: cannot be written ({error})") from error
         raise LogError(
             f"{path.parent}: another collector is at work here ({path.read_text()}); wait for it, or use another "
             f"--out; if it was killed, delete {path}"
