@@ -131,7 +131,8 @@ def learn(
     run, seen = replay(log, model, cut, profile, drafting), []
     for _ in range(TURNS):
         seen.append(visited(student, model, log, states_of(log, run), drafting))
-        examples = Examples(*(np.concatenate(parts) for parts in zip(*seen)), names)
+        values, margin, weight = (np.concatenate(parts) for parts in zip(*seen))
+        examples = Examples(values, margin, weight, names)
         student = RulesStudent().fit(examples).rules_ if kind == "rules" else TreeStudent().fit(examples).tree_
         run = replay(log, student, cut, profile, drafting)
         if best is None or run.rho > best[0]:

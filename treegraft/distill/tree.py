@@ -73,7 +73,7 @@ class Branch:
 def _join(feature: int, threshold: float, low: Branch, high: Branch, most: int) -> Branch:
     """A node over two branches, for trees of at most `most` leaves."""
     weight, total = low.weight + high.weight, low.total + high.total
-    gains, to_low = np.full(min(most, len(low.gains) + len(high.gains)), -np.inf), np.zeros(0, int)
+    gains = np.full(min(most, len(low.gains) + len(high.gains)), -np.inf)
     gains[0], to_low = max(0.0, total), np.zeros(len(gains), int)
     for leaves, gain in enumerate(low.gains, start=1):
         here = slice(leaves, min(most, leaves + len(high.gains)))

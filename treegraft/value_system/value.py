@@ -50,7 +50,7 @@ from treegraft.value_system.replay import (
 from treegraft.value_system.report import write_report
 from treegraft.value_system.sample import FITTED, Part, divide
 
-VERSION = 1
+VERSION = 2
 KINDS = ("lightgbm", "linear")
 TURNS = 3  # of fitting and replaying
 VALUE_MODEL = "value model"
