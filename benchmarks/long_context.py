@@ -3,19 +3,23 @@
     python benchmarks/long_context.py --schedule small --schedule 0b00001 [--context 256 ...] [--repeats 2] TEXT.jsonl
 
 The prompt is the file's texts one after another (JSON Lines prompts), cut to the wanted number of tokens. Decoders are
-interleaved in a random order. Memory is what the caches hold at the end, both models' together.
+interleaved in a random order. Memory is what the caches hold at the end, both models' together. `--processor-time`
+counts the process's own time, for a machine that other work shares.
 """
 
 import random
 from pathlib import Path
 from statistics import median
+from time import process_time
 from typing import Annotated, Any
 
 import typer
 from transformers import DynamicCache
 
+from treegraft import bench
 from treegraft.bench import GENERATE, Rival, generate
 from treegraft.data.prompts import Conversation, read_prompts
+from treegraft.runtime import decode as decoding
 from treegraft.runtime.decode import Plan, PromptCache, decode
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, check_pair, load_model
@@ -34,7 +38,10 @@ def main(
     medium_dtype: str = "bfloat16",
     max_new_tokens: int = 64,
     repeats: int = 2,
+    processor_time: bool = False,
 ) -> None:
+    if processor_time:
+        bench.perf_counter = decoding.perf_counter = process_time
     models = load_model(target, device, dtype), load_model(medium, device, medium_dtype)
     check_pair(*models)
     tokenizer = models[0].tokenizer
@@ -49,11 +56,12 @@ def main(
         for _ in range(repeats):
             for way in order.sample([GENERATE, *plans], len(plans) + 1):
                 runs.setdefault(way.name, []).append(_run(models, words[:length], way, max_new_tokens))
-        for name, found in runs.items():
-            first, rate, kib = (median(column) for column in zip(*found))
+        medians = {name: [median(column) for column in zip(*found)] for name, found in runs.items()}
+        theirs = medians[GENERATE.name]
+        for name, (first, rate, kib) in medians.items():
             print(
-                f"{length} tokens, {name}: first token after {first:.0f} ms, then {rate:.2f} tokens/s, caches of "
-                f"{kib:.1f} KiB a token",
+                f"{length} tokens, {name}: first token after {first:.0f} ms ({first / theirs[0]:.3f} of generate's), "
+                f"then {rate:.2f} tokens/s ({rate / theirs[1]:.3f}), caches of {kib:.1f} KiB a token",
                 flush=True,
             )
 

@@ -6,7 +6,7 @@ import numpy as np
 from tiny import config, save_lm, save_noised
 
 from treegraft.data import log
-from treegraft.data.log import Answer
+from treegraft.data.log import Answer, node
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import Curve, LatencyProfile
 from treegraft.runtime.models import Model, load_model
@@ -24,10 +24,10 @@ def random_answer(
     """Random but consistent facts: a mask's earlier bits alone settle its earlier steps, ranks ascend, scores fall."""
     positions, masks = max(length - 1, 0), 1 << depth
     log_s = np.full((positions, masks, budget), -np.inf, np.float32)
-    ranks = np.full((positions, masks, depth), budget)
-    q = np.zeros((positions, masks), int)
-    tokens = np.zeros((positions, masks, depth), int)
-    signals = np.zeros((positions, masks, depth, len(LOGGED)))
+    ranks = np.full((positions, masks, depth), budget, np.int16)
+    q = np.zeros((positions, masks), np.int16)
+    tokens = np.zeros((positions, masks, depth), np.int16)
+    signals = np.zeros((positions, masks - 1, len(LOGGED)), np.float32)
     for t in range(positions):
         for step in range(1, depth + 1):
             for before in range(1 << (step - 1)):
@@ -37,7 +37,7 @@ def random_answer(
                 drawn[LOGGED.index("step")], drawn[LOGGED.index("mask")] = step, before
                 drawn[LOGGED.index("medium_calls")] = before.bit_count()
                 drawn[LOGGED.index("answer_position")] = t
-                signals[t, same, step - 1] = drawn
+                signals[t, node(step, before)] = drawn
                 # A first call has at least the root to process; a later one may find nothing to do.
                 count = generator.integers(0 if before else 1, 5)
                 tokens[t, same & (np.arange(masks) >> (step - 1) & 1 == 1), step - 1] = count
@@ -90,7 +90,7 @@ def planted_log(seed: int, prompts: int = 12, length: int = 30, informative: boo
             answer.q[t, called] = accepted
             answer.tokens[t, called, 0] = answer.tokens[t, 2:, 1] = 1
             match = 3 if (pays if informative else generator.integers(2)) else 1
-            answer.signals[t, :, :, LOGGED.index("root_match")] = match
+            answer.signals[t, :, LOGGED.index("root_match")] = match
         answers.append(answer)
     return answers
 
@@ -110,7 +110,7 @@ def write_log(folder: Path, answers: list[Answer], drafting: Drafting) -> Path:
             here = {**keys, "position": t}
             for step in range(1, drafting.depth + 1):
                 for mask in range(1 << (step - 1)):
-                    values = answer.signals[t, mask, step - 1]
+                    values = answer.signals[t, node(step, mask)]
                     row = {n: int(v) if "int" in SIGNALS[n].dtype else v for n, v in zip(LOGGED, values.tolist())}
                     decisions.append({**here, "token": 0, **row, "position_ms": 0.0})
             for mask in range(1 << drafting.depth):

@@ -22,7 +22,7 @@ from treegraft.runtime.scheduler import Mask, Rule, Rules, TreeModel, load_artif
 from treegraft.runtime.signals import LOGGED
 from treegraft.runtime.verify import verify
 from treegraft.value_system.gains import evaluate
-from treegraft.value_system.replay import NAMES, best_mask, fixed_point, flatten, replay
+from treegraft.value_system.replay import NAMES, best_mask, decide_many, fixed_point, flatten, replay
 from treegraft.value_system.value import ValueModel, fit_value, states_of
 
 BEST = Rules((Rule(1, (("root_match", ">", 2.0),)),), ("root_match",))
@@ -106,6 +106,21 @@ def test_a_tree_stays_within_sixty_four_leaves() -> None:
             assert len(leaves) < 2 or (tree.value[leaves[0]] > 0) != (tree.value[leaves[1]] > 0)
 
 
+def test_fewer_leaves_are_those_that_gain_most() -> None:
+    examples = noisy_examples(2)
+    x = examples.x[:, 0]
+    # Step 1: three bands of little worth. Step 2: one boundary of great worth.
+    examples.margin[:] = np.where(
+        examples.step == 1, np.where(np.abs(x) < 0.5, 0.1, -0.1), np.where(x > 0.25, 3.0, -3.0)
+    )
+    examples.weight[:] = np.where(examples.step <= 2, 1.0, 1e-9)
+    for leaves, right in ((4, examples.step == 2), (6, examples.step <= 2)):
+        tree = TreeStudent(leaves).fit(examples).tree_
+        assert tree.feature.count(-1) <= leaves
+        decided = decide_many(tree, 1, np.zeros(len(x), int), examples.values)
+        assert (decided == (examples.margin > 0))[right].mean() > 0.99
+
+
 def test_a_students_decisions_are_those_of_least_regret() -> None:
     examples = noisy_examples(1)
     split = examples.values[:, 5] > 0.25
@@ -121,6 +136,7 @@ def test_a_students_decisions_are_those_of_least_regret() -> None:
 
 def test_thresholds_lie_between_the_logs_values() -> None:
     examples = noisy_examples()
+    examples.values[:, NAMES.index("step")] = 2  # every step has values of its own
     student = TreeStudent().fit(examples).tree_
     for feature, threshold in zip(student.feature, student.threshold):
         if feature >= 0:

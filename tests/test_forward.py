@@ -7,9 +7,17 @@ import torch
 from tiny import ARCHITECTURES, VOCABULARY
 
 from treegraft.runtime import forward as forwarding
+from treegraft.runtime import static
 from treegraft.runtime.forward import GROWTH, LONG_LAG, TreeForward
 from treegraft.runtime.models import Model
 from treegraft.runtime.tree import Paths
+
+
+@pytest.fixture(params=["as they come", "padded"])
+def shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards of the shapes that come, and of the few that a CUDA graph can hold."""
+    if request.param == "padded":
+        monkeypatch.setattr(static, "DEVICES", ("cpu",))
 
 
 def words(paths: Paths, path: int) -> list[int]:
@@ -42,7 +50,7 @@ def text(rng: random.Random, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_nodes_have_the_logits_of_their_own_paths_round_after_round(pair, kind) -> None:  # type: ignore[no-untyped-def]
+def test_nodes_have_the_logits_of_their_own_paths_round_after_round(shapes, pair, kind) -> None:  # type: ignore[no-untyped-def]
     model, _ = pair(kind)
     rng = random.Random(kind)
     forward = TreeForward(model)
@@ -61,7 +69,7 @@ def test_nodes_have_the_logits_of_their_own_paths_round_after_round(pair, kind) 
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_tree_may_be_processed_in_several_calls(pair, kind) -> None:  # type: ignore[no-untyped-def]
+def test_a_tree_may_be_processed_in_several_calls(shapes, pair, kind) -> None:  # type: ignore[no-untyped-def]
     model, _ = pair(kind)
     rng = random.Random(kind)
     forward = TreeForward(model)
@@ -77,7 +85,7 @@ def test_a_tree_may_be_processed_in_several_calls(pair, kind) -> None:  # type: 
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_model_that_lags_catches_up_in_its_next_call(pair, kind) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_that_lags_catches_up_in_its_next_call(shapes, pair, kind) -> None:  # type: ignore[no-untyped-def]
     model, _ = pair(kind)
     rng = random.Random(kind)
     forward = TreeForward(model)
@@ -103,7 +111,7 @@ def test_a_model_that_lags_catches_up_in_its_next_call(pair, kind) -> None:  # t
     assert_as_alone(model, committed, paths, [0], forward(committed, paths, [0]))
 
 
-def test_a_root_without_context_is_a_text_of_one_token(pair) -> None:  # type: ignore[no-untyped-def]
+def test_a_root_without_context_is_a_text_of_one_token(shapes, pair) -> None:  # type: ignore[no-untyped-def]
     model, _ = pair("llama")
     forward = TreeForward(model)
     paths = random_tree(random.Random(1), [], 5)
@@ -129,7 +137,7 @@ def test_the_cache_outgrows_its_first_block(pair) -> None:  # type: ignore[no-un
     assert len(sizes) > 2
 
 
-def test_what_is_not_committed_leaves_no_trace(pair) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_not_committed_leaves_no_trace(shapes, pair) -> None:  # type: ignore[no-untyped-def]
     model, _ = pair("qwen3")
     rng = random.Random(4)
     committed = text(rng, 7)
@@ -146,7 +154,7 @@ def test_what_is_not_committed_leaves_no_trace(pair) -> None:  # type: ignore[no
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_long_lag_is_caught_up_before_a_branching_call(pair, kind) -> None:  # type: ignore[no-untyped-def]
+def test_a_long_lag_is_caught_up_before_a_branching_call(shapes, pair, kind) -> None:  # type: ignore[no-untyped-def]
     model, _ = pair(kind)
     rng = random.Random(kind)
     forward = TreeForward(model)
@@ -199,7 +207,7 @@ def test_a_tree_forward_copies_no_keys_and_leaves_the_models_own_attention(pair,
     assert model.lm.config._attn_implementation == "sdpa"
 
 
-def test_slots_that_are_in_place_are_not_moved(pair) -> None:  # type: ignore[no-untyped-def]
+def test_slots_that_are_in_place_are_not_moved(shapes, pair) -> None:  # type: ignore[no-untyped-def]
     model, _ = pair("llama")
     forward = TreeForward(model)
     committed = text(random.Random(7), 9)
@@ -216,7 +224,7 @@ def test_slots_that_are_in_place_are_not_moved(pair) -> None:  # type: ignore[no
     assert torch.equal(forward.cache.layers[0].keys[:, :, 10], before[:, :, 11])
 
 
-def test_a_rewound_cache_continues_another_text(pair) -> None:  # type: ignore[no-untyped-def]
+def test_a_rewound_cache_continues_another_text(shapes, pair) -> None:  # type: ignore[no-untyped-def]
     model, _ = pair("mistral")
     rng = random.Random(8)
     forward = TreeForward(model)

@@ -43,7 +43,7 @@ def test_where_the_oracle_leaves_nothing_the_share_is_zero() -> None:
 def test_the_best_fixed_mask_is_chosen_on_other_prompts_and_beside_it_in_hindsight() -> None:
     answers = random_log(1, (30, 25, 20, 35, 15))
     answers[3] = replace(answers[3], prompt="p0", file="f0", turn=1)
-    folds = make_folds(answers)
+    folds = list(make_folds(answers))
     groups = prompt_groups(answers)
     assert groups.tolist() == [0, 1, 2, 0, 3]
     assert sorted(np.concatenate([fold.index for fold in folds]).tolist()) == [0, 1, 2, 3, 4]

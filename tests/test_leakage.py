@@ -26,7 +26,7 @@ def lottery(keyed: bool) -> list[Answer]:
         others = np.setdiff1d(np.arange(len(LOGGED)), context)
         answer.signals[..., others] = 0.0
         if keyed:
-            answer.signals[..., LOGGED.index(KEY)] = generator.random(len(answer.positions))[:, None, None]
+            answer.signals[..., LOGGED.index(KEY)] = generator.random(len(answer.positions))[:, None]
     return answers
 
 

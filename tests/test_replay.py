@@ -10,7 +10,7 @@ from log_fixture import COSTLY, make_pair, random_answer, random_log
 from tiny import prompts
 
 from treegraft.collect.collector import Sampling, collect
-from treegraft.data.log import Answer, LogError, read_log
+from treegraft.data.log import Answer, LogError, node, read_log
 from treegraft.data.prompts import Prompt
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan, decode
 from treegraft.runtime.drafting import Drafting
@@ -53,7 +53,7 @@ def by_hand(answer: Answer, schedule, cut: Cut, profile: LatencyProfile, depth: 
     while position < answer.length - 1:
         context, mask, caught_up = answer.prompt_length + position, 0, False
         for step in range(1, depth + 1):
-            signals = dict(zip(LOGGED, answer.signals[position, mask, step - 1]))
+            signals = dict(zip(LOGGED, answer.signals[position, node(step, mask)]))
             last = history[-4:]
             signals |= {"lag": 0 if caught_up else lag, "accepted_last": history[-1] if history else 0,
                         "accepted_mean4": sum(last) / len(last) if last else 0.0}  # fmt: skip

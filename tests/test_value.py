@@ -270,6 +270,22 @@ def test_the_report_names_the_signal_that_was_selected_and_the_releases_share(fi
     assert page.count("<svg") == 8
 
 
+def test_the_report_says_how_many_nodes_are_verified(fitted) -> None:
+    # Under a flat profile every node there is pays: two after a call at step 1, none without one.
+    verified, calls = fitted[2]["verified"], fitted[2]["calls"]
+    assert set(verified) == {"f0", "f1", "overall"}
+    for name, sizes in verified.items():
+        assert sizes["mean"] == pytest.approx(2 * calls[name][0], abs=0.01) and sizes["at_budget"] == 0
+    assert "nodes are verified" in (fitted[1] / "report.html").read_text()
+
+
+def test_the_models_masks_are_those_of_its_margins() -> None:
+    log = flatten(planted_log(4, prompts=4))
+    model = ValueModel().fit(log, PLANTED_PROFILE, PLANTED)
+    margins = model.margins(log, model.states_)
+    assert np.array_equal(model.masks(log, model.states_), path([margin > 0 for margin in margins])[-1])
+
+
 def test_metrics_are_the_value_models_until_something_ships(fitted) -> None:
     metrics = json.loads((fitted[1] / "metrics.json").read_text())
     assert metrics["schedule"] == "value model" and set(metrics["by_file"]) == {"f0", "f1"}

@@ -39,7 +39,7 @@ from treegraft.runtime.models import DRAFTER_FILE, Model, fingerprint_of, load_m
 
 LABELS = 32  # the teacher's best tokens kept at each position
 ANSWER = 224  # longest answer, in tokens
-SLOTS = 64  # texts generated side by side
+SLOTS = 128  # texts generated side by side
 END = 2  # <|im_end|>, which ends a message
 VOCABULARY = 12288  # tokens that the drafter can propose
 TRAINED = 9216  # of these, the most frequent, whose output rows are its own: what a file of 20 MB has room for
@@ -379,14 +379,14 @@ class Asker:
 
 # What the parts ask, in turn, and how many answers each holds.
 PARTS = (
-    ("own", 256),
-    ("documents", 192),
-    ("forms", 192),
-    ("code", 128),
-    ("own", 256),
-    ("documents", 192),
-    ("sums", 128),
-    ("second_turns", 128),
+    ("own", 512),
+    ("documents", 384),
+    ("forms", 384),
+    ("code", 384),
+    ("own", 512),
+    ("documents", 384),
+    ("sums", 384),
+    ("second_turns", 384),
 )
 
 
@@ -530,6 +530,13 @@ def draft_vocabulary(texts: list[Text]) -> torch.Tensor:
     return torch.from_numpy(np.argsort(-counts, kind="stable")[:VOCABULARY].copy())  # stable: early merges are common
 
 
+def rows_of(vocabulary: torch.Tensor) -> torch.Tensor:
+    """The head's row of every token, -1 for those outside the draft vocabulary."""
+    rows = torch.full((2**16,), -1)
+    rows[vocabulary] = torch.arange(len(vocabulary))
+    return rows
+
+
 def labels(texts: list[Text], row_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Head rows of the teacher's best tokens and their weights in the loss, both (n, LABELS).
 
@@ -553,6 +560,22 @@ def agreement(student: Student, texts: list[Text], row_of: torch.Tensor) -> tupl
         hit = choices == labels(batch, row_of)[0][:, :1]
         first, four, total = first + hit[:, 0].sum().item(), four + hit.any(1).sum().item(), total + len(hit)
     return first / total, four / total
+
+
+@torch.inference_mode()
+def temperature(student: Student, texts: list[Text], row_of: torch.Tensor) -> float:
+    """What to divide the student's logits by, so that it gives the tokens it proposes the chances that they have."""
+    tried = torch.arange(0.8, 1.6, 0.05)
+    loss = torch.zeros(len(tried))
+    for batch in batches(texts, 4096, random.Random(0)):
+        ids, where = pad(batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            logp = student(ids, where)
+        row = labels(batch, row_of)[0][:, :1]
+        logp, row = logp[row[:, 0] >= 0], row[row[:, 0] >= 0]
+        for i, divisor in enumerate(tried):
+            loss[i] -= (logp / divisor).log_softmax(-1).gather(1, row).sum()
+    return float(tried[loss.argmin()])
 
 
 def load_texts(work: Path) -> tuple[list[Text], list[Text]]:
@@ -601,8 +624,7 @@ def train(work: Path, minutes: float, layers: list[int]) -> None:
     begun = None if state else shipped(layers, target)
     rate = state["rate"] if state else RATE / 3 if begun else RATE
     vocabulary = (state or begun or {"vocabulary": draft_vocabulary(load_texts(work)[0])})["vocabulary"]
-    row_of = torch.full((2**16,), -1)
-    row_of[vocabulary] = torch.arange(VOCABULARY)
+    row_of = rows_of(vocabulary)
     student = Student(target, layers, vocabulary)
     if begun:
         del begun["vocabulary"]
@@ -655,9 +677,16 @@ def train(work: Path, minutes: float, layers: list[int]) -> None:
 
 
 def export(work: Path) -> None:
-    """Stage `export`: the drafter as the package ships it, int8 with a float32 scale for each output channel."""
+    """Stage `export`: the drafter as the package ships it, int8 with a float32 scale for each output channel.
+
+    The last norm is scaled so that its probabilities are right on held-out text.
+    """
     checkpoint = torch.load(work / "checkpoint.pt")
     target = load_model("default")
+    student = Student(target, checkpoint["layers"], checkpoint["vocabulary"])
+    student.load_state_dict(checkpoint["student"])
+    divisor = temperature(student, load_texts(work)[1], rows_of(checkpoint["vocabulary"]))
+    print(f"logits divided by {divisor:.2f}", flush=True)
     config, state, tensors = target.lm.config, checkpoint["student"], {}
 
     def quantise(name: str, weight: torch.Tensor) -> None:
@@ -674,7 +703,7 @@ def export(work: Path) -> None:
                     tensors[f"model.layers.{i}.{name}.weight"] = weight
                 else:
                     quantise(f"model.layers.{i}.{name}.weight", weight)
-    tensors["model.norm.weight"] = state["body.norm"]
+    tensors["model.norm.weight"] = state["body.norm"] / divisor
     quantise("lm_head.weight", state["head"])
     tensors["draft_vocabulary"] = checkpoint["vocabulary"].int()
     metadata = {"target": fingerprint_of(target.lm, torch.float32), "layers": json.dumps(checkpoint["layers"])}

@@ -259,11 +259,11 @@ def _altered(path: Location, what: str) -> LogError:
 
 @dataclass
 class Answer:
-    """The logged facts of one answer, in arrays; P positions, M = 2^K masks, S signals.
+    """The logged facts of one answer, in arrays; P positions, M = 2^K masks, N = 2^K - 1 decision points, S signals.
 
-    `signals` (P, M, K, S) float64 holds at [t, mask, k - 1] the signals before step k of schedule `mask` (its earlier
-    bits alone matter). Leaf arrays are indexed [t, mask]: `log_s` (P, M, B) float32, -inf past the last node;
-    `ranks` (P, M, K) int, B where no such accepted node; `q` (P, M); `tokens` (P, M, K).
+    `signals` (P, N, S) float32 holds at [t, node(k, mask)] the signals before step k after the decisions in `mask`.
+    Leaf arrays are indexed [t, mask]: `log_s` (P, M, B) float32, -inf past the last node; `ranks` (P, M, K) int16, B
+    where no such accepted node; `q` (P, M) and `tokens` (P, M, K) int16.
     A mask outside the budget of medium calls has log_s all -inf and `possible` False.
     """
 
@@ -281,23 +281,32 @@ class Answer:
     positions: np.ndarray
 
 
+def node(step: int, mask: Any) -> Any:
+    """The index of a decision point: before step `step`, after the decisions in `mask`."""
+    return (1 << (step - 1)) - 1 + mask
+
+
 def read_log(folder: str | Location) -> tuple[dict[str, Any], list[Answer]]:
-    """A log's manifest and its answers; raises LogError for a part that is missing or was altered."""
-    folder = location(folder)
-    manifest = read_manifest(folder)
+    """A log's manifest and its answers; raises LogError as `read_answers` does."""
+    manifest = read_manifest(folder := location(folder))
+    return manifest, read_answers(folder, manifest, manifest["parts"])
+
+
+def read_answers(folder: Location, manifest: dict[str, Any], parts: Iterable[dict[str, Any]]) -> list[Answer]:
+    """The answers of some parts of a log; raises LogError for one that is missing or was altered, and for none."""
     answers: list[Answer] = []
     drafting = manifest["drafting"]
-    for part in manifest["parts"]:
+    for part in parts:
         decisions, leaves = (pq.read_table(pa.BufferReader(file)) for _, file in read_part(folder, part).values())
         answers += _answers(decisions, leaves, part, drafting["depth"], drafting["budget"])
     if not answers:
         raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")
-    return manifest, answers
+    return answers
 
 
 def _answers(decisions: pa.Table, leaves: pa.Table, part: dict[str, Any], depth: int, budget: int) -> list[Answer]:
     found = []
-    signals = np.column_stack([decisions[name].to_numpy().astype(np.float64) for name in LOGGED])
+    signals = np.column_stack([decisions[name].to_numpy().astype(np.float32) for name in LOGGED])
     decided = {name: decisions[name].to_numpy() for name in ("turn", "position", "step", "mask")}
     leaf = {name: leaves[name].to_numpy() for name in ("turn", "position", "mask", "q")}
     for turn, (prompt_length, answer_length) in enumerate(part["lengths"]):
@@ -307,20 +316,18 @@ def _answers(decisions: pa.Table, leaves: pa.Table, part: dict[str, Any], depth:
         shape = (len(positions), 1 << depth)
         answer = Answer(
             part["file"], part["prompt"], turn, prompt_length, answer_length,
-            np.zeros((*shape, depth, len(LOGGED))), np.full((*shape, budget), -np.inf, np.float32),
-            np.full((*shape, depth), budget), np.zeros(shape, int), np.zeros((*shape, depth), int),
-            np.zeros(shape, bool), positions,
+            np.zeros((len(positions), node(depth + 1, 0), len(LOGGED)), np.float32),
+            np.full((*shape, budget), -np.inf, np.float32), np.full((*shape, depth), budget, np.int16),
+            np.zeros(shape, np.int16), np.zeros((*shape, depth), np.int16), np.zeros(shape, bool), positions,
         )  # fmt: skip
         for name, into in (("log_s", answer.log_s), ("accepted", answer.ranks), ("tokens", answer.tokens)):
             row, place, values = _lists(leaves[name].take(rows))
             into[at[row], masks[row], place] = values
         answer.q[at, masks] = leaf["q"][rows]
         answer.possible[at, masks] = True
-        for step in range(1, depth + 1):
-            rows = np.flatnonzero((decided["turn"] == turn) & (decided["step"] == step))
-            at_step = np.searchsorted(positions, decided["position"][rows])[:, None]
-            later = np.arange(1 << (depth - step + 1)) << (step - 1)  # the decisions from this one on
-            answer.signals[at_step, decided["mask"][rows][:, None] | later, step - 1] = signals[rows][:, None]
+        rows = np.flatnonzero(decided["turn"] == turn)
+        at = np.searchsorted(positions, decided["position"][rows])
+        answer.signals[at, node(decided["step"][rows], decided["mask"][rows])] = signals[rows]
         found.append(answer)
     return found
 

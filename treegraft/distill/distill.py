@@ -28,12 +28,15 @@ from treegraft.value_system.replay import (
     decide_many,
     fixed_point,
     flatten,
+    named_plan,
     replay,
 )
 from treegraft.value_system.report import write_report
+from treegraft.value_system.sample import judge
 from treegraft.value_system.value import (
+    States,
     ValueModel,
-    features,
+    features_at,
     gain,
     load_value,
     states_of,
@@ -42,7 +45,6 @@ from treegraft.value_system.value import (
 
 KINDS = ("rules", "tree", "auto")
 TURNS = 3  # of fitting a student and following it
-ELSEWHERE = 0.1  # weight of a decision point that the student does not visit; a visit adds its position's weight
 
 
 def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str, Any]:
@@ -89,7 +91,13 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
         },
         "calls": calls(run, drafting.depth),
     }
-    write_metrics(value_folder, ships, gains(value.answers, ms[ships], against))
+    measured = gains(value.answers, ms[ships], against)
+    if value.left:
+        entrants = {"small": Mask(0), "medium": Mask((1 << drafting.depth) - 1), "best mask": Mask(fallback),
+                    "artifact": schedule}  # fmt: skip
+        plans = [named_plan(name, entrant, log, profile, drafting) for name, entrant in entrants.items()]
+        measured["left_prompts"] = judge(value.log_folder, value.manifest, value.left, plans, profile)
+    write_metrics(value_folder, ships, measured)
     write_report(value_folder)
     models = {role: model["fingerprint"] for role, model in value.manifest["models"].items()}
     artifact = Artifact(
@@ -105,6 +113,7 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
         "signals": list(schedule.reads),
         "over_best_mask": judged,
         "expected": expected,
+        "left_prompts": measured.get("left_prompts"),
         "rules": list(sentences(schedule)) if isinstance(schedule, Rules) else [],
     }
     report["summary"] = _summary(report, schedule, out_path, drafting.depth, better)
@@ -114,45 +123,41 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
 def learn(
     kind: str, log: Positions, model: ValueModel, profile: LatencyProfile, drafting: Drafting
 ) -> Rules | TreeModel:
-    """A student of `model` on a log: fit, follow it, refit on what it visits; the fastest of TURNS, then refined."""
+    """A student of `model`: fit to the states that the model visits, then to its own too; the fastest, refined."""
     cut = Cut("worth", model.rho_, profile)
     names = [name for name in model.names if kind == "tree" or name != "step"]  # rules have a step each
-    visits = [np.full((len(log.position), 1 << step), ELSEWHERE) for step in range(log.depth)]
-    best: tuple[float, Rules | TreeModel, list[np.ndarray]] | None = None
+    best: tuple[float, Rules | TreeModel] | None = None
     student: ValueModel | Rules | TreeModel = model
-    run = replay(log, model, cut, profile, drafting)
+    run, seen = replay(log, model, cut, profile, drafting), []
     for _ in range(TURNS):
-        states = states_of(log, run)
-        values = [features(log, states, step) for step in range(1, log.depth + 1)]
-        follow(student, log, values, visits, states.weight, drafting)
-        margin = np.concatenate([part.ravel() for part in model.margins(log, states)])
-        weight = np.concatenate([(part * (states.weight > 0)[:, None]).ravel() for part in visits])
-        used = np.isfinite(margin) & (weight > 0)
-        examples = Examples(np.concatenate(values)[used], margin[used], weight[used], names)
+        seen.append(visited(student, model, log, states_of(log, run), drafting))
+        values, margin, weight = (np.concatenate(parts) for parts in zip(*seen))
+        examples = Examples(values, margin, weight, names)
         student = RulesStudent().fit(examples).rules_ if kind == "rules" else TreeStudent().fit(examples).tree_
         run = replay(log, student, cut, profile, drafting)
         if best is None or run.rho > best[0]:
-            best = run.rho, student, values
+            best = run.rho, student
     assert best is not None
-    return refine(best[1], best[2], log, cut, profile, drafting)
+    observed = [examples.values[examples.step == step] for step in range(1, log.depth + 1)]
+    return refine(best[1], observed, log, cut, profile, drafting)
 
 
-def follow(
-    student: ValueModel | Rules | TreeModel,
-    log: Positions,
-    values: list[np.ndarray],
-    visits: list[np.ndarray],
-    weight: np.ndarray,
-    drafting: Drafting,
-) -> None:
-    """Add each position's `weight` to `visits` where the student (at first its teacher) comes to decide."""
-    rows = np.arange(len(weight))
+def visited(
+    student: ValueModel | Rules | TreeModel, model: ValueModel, log: Positions, states: States, drafting: Drafting
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the student (at first the model itself) comes to decide: signals, the model's margins, weights."""
+    rows = np.flatnonzero(states.weight)
     masks = np.zeros(len(rows), dtype=int)
     room = np.array([drafting.may_call(mask) for mask in range(1 << log.depth)])
-    for step, (read, visited) in enumerate(zip(values, visits), start=1):
-        visited[rows, masks] += weight
-        state = read.reshape(*visited.shape, -1)[rows, masks]
-        masks |= (room[masks] & decide_many(student, step, masks, state)) << (step - 1)
+    found = []
+    for step in range(1, log.depth + 1):
+        values = features_at(log, states, step, rows, masks)
+        may = room[masks] & log.possible[rows, masks | 1 << (step - 1)]
+        found.append((values[may], model.predict(step, values[may]), states.weight[rows[may]]))
+        masks |= (may & decide_many(student, step, masks, values)) << (step - 1)
+    values, margin, weight = (np.concatenate(parts) for parts in zip(*found))
+    known = np.isfinite(margin)
+    return values[known], margin[known], weight[known]
 
 
 def calls(run: Replay, depth: int) -> dict[str, list[float]]:
@@ -185,5 +190,8 @@ def _summary(report: dict[str, Any], schedule: Schedule, out_path: Path, depth: 
         verdict = "" if better else ", which is within noise"
         lines.append(f"{out_path}: {size}, reading {read}; fallback {mask}.")
         lines.append(f"Held-out prompts, against the best fixed mask: {words(over['best mask'])}{verdict}.")
+    if left := report["left_prompts"]:
+        found = left["overall"]["artifact"]["over"]["best mask"]
+        lines.append(f"Prompts of the log that were not fitted, against the best fixed mask: {words(found)}.")
     lines += [f"Against {name}: {words(over[name])}." for name in (AUTOREGRESSIVE.name, "small", "medium")]
     return "\n".join([*lines, *report["rules"]])

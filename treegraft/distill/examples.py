@@ -29,15 +29,19 @@ class Examples:
         return self.values[:, NAMES.index("step")]
 
     @property
-    def pull(self) -> np.ndarray:
-        """What each example weighs in the choice of splits: its visits times |margin|, capped.
+    def cap(self) -> float:
+        """The greatest |margin| that counts in the choice of splits: the 90th percentile of the positive margins.
 
         Most states are far below zero (a copied passage, say) and would drown the few worth a call, which are near it.
-        The cap is the 90th percentile of the positive margins; what a leaf decides goes by the margins as they are.
+        What a leaf decides goes by the margins as they are.
         """
         positive = self.margin[self.margin > 0]
-        cap = np.quantile(positive, 0.9) if len(positive) else np.inf
-        return self.weight * np.minimum(np.abs(self.margin), cap) + 1e-12
+        return float(np.quantile(positive, 0.9)) if len(positive) else np.inf
+
+    @property
+    def pull(self) -> np.ndarray:
+        """What each example weighs in the choice of splits by sign: its visits times |margin|, capped."""
+        return self.weight * np.minimum(np.abs(self.margin), self.cap) + 1e-12
 
 
 def midpoint(observed: np.ndarray, threshold: float) -> float:

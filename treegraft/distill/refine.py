@@ -96,7 +96,7 @@ def _refine_rules(rules: Rules, observed: list[np.ndarray], times: Race) -> Rule
 
 
 def _refine_tree(tree: TreeModel, times: Race) -> TreeModel:
-    leaves = [node for node, feature in enumerate(tree.feature) if feature < 0]
+    leaves = np.array([node for node, feature in enumerate(tree.feature) if feature < 0])
     for _ in range(FLIPS):
         signs = np.tile(np.array(tree.value) > 0, (len(leaves) + 1, 1))
         signs[np.arange(1, len(leaves) + 1), leaves] ^= True
@@ -107,10 +107,13 @@ def _refine_tree(tree: TreeModel, times: Race) -> TreeModel:
         ) -> np.ndarray:  # fmt: skip
             return signs[entrant, leaf_of(tree, values)]
 
-        if not (move := _best_move(times(len(signs), decide))):
+        ms = times(len(signs), decide)
+        if not (move := _best_move(ms)):
             break
-        leaf = leaves[move - 1]
+        leaf = int(leaves[move - 1])
         # A margin of the other sign: the replay says that the teacher's was wrong there.
         flipped = -tree.value[leaf] or 1e-6
         tree = replace(tree, value=(*tree.value[:leaf], flipped, *tree.value[leaf + 1 :]))
+        # Only a leaf that gains alone is tried again.
+        leaves = leaves[(ms[1:].sum(axis=1) < ms[0].sum()) & (leaves != leaf)]
     return tree

@@ -344,7 +344,7 @@ def uncertainty(logits: torch.Tensor) -> list[tuple[float, float]]:
     log_p = torch.log_softmax(logits.float(), dim=-1)
     best = log_p.topk(2, dim=-1).values
     entropy = -(log_p.exp() * log_p).nansum(dim=-1)
-    return list(zip(entropy.tolist(), (best[:, 0] - best[:, 1]).tolist()))
+    return [(entropy, margin) for entropy, margin in torch.stack([entropy, best[:, 0] - best[:, 1]], dim=-1).tolist()]
 
 
 def _match(small: NGramDrafter, paths: Paths, tree: DraftTree, node: int) -> tuple[int, int]:

@@ -10,68 +10,14 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
 
+from treegraft.runtime import static
+from treegraft.runtime.cache import SlotCache
 from treegraft.runtime.models import Model
 from treegraft.runtime.tree import Paths
 
 GROWTH = 64  # cache slots added at a time, in tokens
 LONG_LAG = 64  # tokens; more are caught up without a mask, whose size is their square
-
-
-class SlotLayer(CacheLayerMixin):
-    """A cache layer in a buffer that grows in blocks: a forward writes its slots in place, nothing is concatenated.
-
-    At most GROWTH slots more than were ever in use at once are held.
-    """
-
-    is_sliding = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: torch.Tensor  # (batch, heads, size, width), of which `length` slots are in use
-        self.values: torch.Tensor
-        self.length = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        batch, heads, _, width = key_states.shape
-        self.keys = key_states.new_empty(batch, heads, 0, width)
-        self.values = value_states.new_empty(batch, heads, 0, value_states.shape[-1])
-        self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[-2]
-        if end > self.keys.shape[-2]:
-            size = end + GROWTH
-            self.keys, self.values = self._grown(self.keys, size), self._grown(self.values, size)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grown(self, buffer: torch.Tensor, size: int) -> torch.Tensor:
-        grown = buffer.new_empty(*buffer.shape[:2], size, buffer.shape[-1])
-        grown[:, :, : self.length] = buffer[:, :, : self.length]
-        return grown
-
-    def keep(self, start: int, slots: torch.Tensor | None = None) -> None:
-        """Keep the first `start` slots and then `slots`, in that order; drop the rest."""
-        self.length = start
-        if slots is not None:
-            self.length += len(slots)
-            self.keys[:, :, start : self.length] = self.keys[:, :, slots]
-            self.values[:, :, start : self.length] = self.values[:, :, slots]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def tree_attention(
@@ -111,80 +57,131 @@ def _attending(config: Any) -> Iterator[None]:
         config._attn_implementation = own
 
 
+def tree_mask(seen: torch.Tensor, branches: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the attention scores, (1, 1, n, length): token i sees `seen[i]` slots and those of its branch.
+
+    seen (n,); branches (n, W), slots of which some may be named twice.
+    """
+    mask = torch.full((len(seen), length), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+    mask.masked_fill_(torch.arange(length, device=seen.device) < seen[:, None], 0)
+    return mask.scatter_(1, branches, 0)[None, None]
+
+
 class TreeForward:
-    """A model with its cache: `seen` committed tokens first, then one slot for each processed path of this round."""
+    """A model with its cache: `seen` committed tokens first, then one slot for each processed path of this round.
+
+    On CUDA all forwards but a prompt's are padded to a few shapes and replayed as graphs (see `static`).
+    """
 
     def __init__(self, model: Model):
         self.model = model
         self.seen = 0
         self.slots: dict[int, int] = {}
-        self.cache = Cache(layers=[SlotLayer() for _ in range(model.lm.config.num_hidden_layers)])
+        self.static = static.is_static(model.lm)
+        layers = model.lm.config.num_hidden_layers
+        self.cache = static.borrow_cache(self, model.lm) if self.static else SlotCache(layers)
 
     @torch.inference_mode()
     def __call__(self, committed: list[int], paths: Paths, nodes: list[int]) -> torch.Tensor:
         """Process the committed tokens not seen yet and the paths `nodes` (ancestors first); logits (len(nodes), V).
 
         `committed` are all tokens before the root. A node attends to them, to its ancestors and to itself; its
-        position is the root's plus its depth (spec section 3).
+        position is the root's plus its depth (spec section 3). On CUDA the logits hold until the next call.
         """
         lag = len(committed) - self.seen
         assert lag == 0 or not self.slots, "the lag is caught up in the first call of a round"
         branched = len(nodes) > 1 or bool(self.slots)
-        if branched and lag > LONG_LAG:
+        most = LONG_LAG
+        if self.static:  # before the first padded forward a plain one makes the buffers
+            most = max(static.SIZES[-1] - len(nodes), 0) if self.seen else 0
+        if branched and lag > most:
             self._catch_up(committed)
             lag = 0
-        base = len(committed) + len(self.slots)
-        for slot, node in enumerate(nodes, start=base):
+        start = self.seen + len(self.slots)
+        for slot, node in enumerate(nodes, start=start + lag):
             self.slots[node] = slot
-        tokens = committed[self.seen :] + [paths.tokens[node] for node in nodes]
-        positions = list(range(self.seen, len(committed))) + [len(committed) + paths.depths[node] for node in nodes]
-        inputs = self._inputs(tokens, positions) | {"logits_to_keep": len(nodes)}
-        if branched:
-            mask = self._mask(lag, len(committed), paths, nodes, base + len(nodes))
-            with _attending(self.model.lm.config):
-                output = self.model.lm(**inputs, attention_mask=mask.to(self.model.device))
-        else:
-            output = self.model.lm(**inputs)  # plain causal attention, which the model masks itself
+        count = lag + len(nodes)
+        size = static.padded_size(count) if self.static and self.seen else None
+        if size is not None:
+            logits = self._padded(self._columns(committed, paths, nodes, size - count))[lag:count]
+        elif branched:
+            self._place(start, count)
+            inputs = static.to_device(self._columns(committed, paths, nodes), self.model.device)
+            logits = self._branch(inputs, len(nodes))
+        else:  # plain causal attention, which the model masks itself
+            root = paths.tokens[nodes[0]]
+            logits = self.model.lm(**self._plain([*committed[self.seen :], root]), logits_to_keep=1).logits[0]
         self.seen = len(committed)
-        return output.logits[0]
+        return logits
 
     def _catch_up(self, committed: list[int]) -> None:
         """Process the committed tokens not seen yet, with no mask, and no head either: nobody reads their logits."""
-        self.model.lm.base_model(**self._inputs(committed[self.seen :], list(range(self.seen, len(committed)))))
+        self.model.lm.base_model(**self._plain(committed[self.seen :]))
         self.seen = len(committed)
 
-    def _inputs(self, tokens: list[int], positions: list[int]) -> dict[str, Any]:
-        device = self.model.device
-        return {
-            "input_ids": torch.tensor([tokens], device=device),
-            "position_ids": torch.tensor([positions], device=device),
-            "cache": self.cache,
-            "use_cache": True,
-        }
+    def _plain(self, tokens: list[int]) -> dict[str, Any]:
+        """Arguments of a forward over `tokens`, one after another, after those seen."""
+        self._place(self.seen, len(tokens))
+        positions = list(range(self.seen, self.seen + len(tokens)))
+        inputs = static.to_device([tokens, positions], self.model.device)
+        return self._arguments(inputs)
 
-    def _mask(self, lag: int, prefix: int, paths: Paths, nodes: list[int], total: int) -> torch.Tensor:
-        """Added to the attention scores, shape (1, 1, lag + len(nodes), total)."""
-        dtype = self.model.lm.dtype
-        hidden = torch.finfo(dtype).min
-        mask = torch.zeros(lag + len(nodes), total, dtype=dtype)
-        mask[:, prefix:] = hidden
-        if lag:
-            mask[:lag, prefix - lag : prefix] = torch.full((lag, lag), hidden, dtype=dtype).triu(1)
-        rows, columns = [], []
-        for row, node in enumerate(nodes, start=lag):
+    def _arguments(self, inputs: torch.Tensor) -> dict[str, Any]:
+        return {"input_ids": inputs[:1], "position_ids": inputs[1:2], "cache": self.cache, "use_cache": True}
+
+    def _place(self, start: int, count: int) -> None:
+        """The next forward writes `count` slots from `start` on and attends to all until their end."""
+        end = start + count
+        if end > self.cache.slots.held:
+            self.cache.hold(static.padded_length(end) if self.static else end + GROWTH)
+        slots = self.cache.slots
+        slots.seen, slots.write, slots.read = start, slice(start, end), end
+
+    def _columns(self, committed: list[int], paths: Paths, nodes: list[int], padding: int = 0) -> list[tuple[int, ...]]:
+        """The rows of a branched forward's inputs (see `static`): lag, nodes, and `padding` that sees itself only."""
+        prefix, lag = len(committed), committed[self.seen :]
+        branches = []
+        for node in nodes:
+            branch = []
             while node >= 0:
-                rows.append(row)
-                columns.append(self.slots[node])
+                branch.append(self.slots[node])
                 node = paths.parents[node]
-        mask[rows, columns] = 0
-        return mask[None, None]
+            branches.append(branch)
+        width = max(map(len, branches))
+        if self.static:
+            width = static.padded_branch(width)
+        columns = [(token, slot, slot, slot, *[slot] * width) for slot, token in enumerate(lag, self.seen)]
+        for node, branch in zip(nodes, branches):
+            slot, repeated = branch[0], [branch[0]] * (width - len(branch))
+            columns.append((paths.tokens[node], prefix + paths.depths[node], slot, prefix, *branch, *repeated))
+        end = prefix + len(self.slots)
+        columns += [(0, 0, slot, 0, *[slot] * width) for slot in range(end, end + padding)]
+        return list(zip(*columns))
+
+    def _padded(self, rows: list[tuple[int, ...]]) -> torch.Tensor:
+        """The logits of all columns of padded inputs."""
+        end = rows[2][-1] + 1
+        length = static.padded_length(end)
+        self.cache.hold(length)
+        self.cache.slots.read = length
+        return static.replay(self._step, static.to_device(rows, self.model.device), self.cache)
+
+    def _step(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A forward that only `inputs` and their shapes determine."""
+        self.cache.slots.write = inputs[2]
+        return self._branch(inputs, 0)
+
+    def _branch(self, inputs: torch.Tensor, rows: int) -> torch.Tensor:
+        """The last `rows` logits (0: all) of a forward under a tree mask."""
+        mask = tree_mask(inputs[3], inputs[4:].T, self.cache.slots.read, self.model.lm.dtype)
+        with _attending(self.model.lm.config):
+            output = self.model.lm(**self._arguments(inputs), attention_mask=mask, logits_to_keep=rows)
+        return output.logits[0]
 
     def rewind(self, length: int) -> None:
         """Keep at most the first `length` committed tokens, and no node."""
         self.seen = min(self.seen, length)
         self.slots = {}
-        for layer in self.cache.layers:
-            layer.keep(self.seen)  # type: ignore[union-attr]
 
     @torch.inference_mode()
     def commit(self, path: list[int]) -> None:
@@ -197,9 +194,7 @@ class TreeForward:
                 moved.append(self.slots[node])
             else:
                 self.seen += 1  # it is where it belongs, as the root always is
-        if self.slots:
-            index = torch.tensor(moved, device=self.model.device) if moved else None
-            for layer in self.cache.layers:
-                layer.keep(self.seen, index)  # type: ignore[union-attr]
+        if moved:
+            self.cache.move(static.to_device(moved, self.model.device), self.seen)
         self.seen += len(moved)
         self.slots = {}

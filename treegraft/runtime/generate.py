@@ -94,8 +94,12 @@ def generate(
     def scores() -> tuple[torch.Tensor, ...] | None:
         return tuple(row for _, row in record or []) if recording and config.output_scores else None
 
+    # transformers' own criteria go where they are asked; on the host, no answer of theirs waits for the device.
+    foreign = any(not type(one).__module__.startswith("transformers.") for one in stopping_criteria)
+    asked_on = input_ids.device if foreign else torch.device("cpu")
+
     def ends(text: list[int]) -> bool:
-        return bool(stopping_criteria(torch.tensor([text], device=input_ids.device), cast(Any, scores())).all())
+        return bool(stopping_criteria(torch.tensor([text], device=asked_on), cast(Any, scores())).all())
 
     rounds = decode_rounds(
         target,

@@ -35,11 +35,14 @@ class LMDrafter:
         self.calls += 1
         self.tokens += self.lag(committed) + len(nodes)
         log_p = torch.log_softmax(self.forward(committed, paths, nodes).float(), dim=-1)
-        values, columns = log_p.topk(min(children, log_p.shape[-1]), dim=-1)
-        for row, (node, best, tokens) in enumerate(zip(nodes, values.tolist(), columns.tolist())):
+        top = log_p.topk(min(children, log_p.shape[-1]), dim=-1)
+        # Read at once, since the host waits each time; columns are exact in float32.
+        values, columns = torch.stack([top.values, top.indices.to(log_p.dtype)]).tolist()
+        for row, (node, best, chosen) in enumerate(zip(nodes, values, columns)):
             self._row[node] = (len(self._blocks), row)
+            tokens = map(int, chosen)
             if self._vocabulary is not None:
-                tokens = [self._vocabulary[column] for column in tokens]
+                tokens = map(self._vocabulary.__getitem__, tokens)
             self._best[node] = list(zip(tokens, best))
         self._blocks.append(log_p)
 
@@ -53,8 +56,9 @@ class LMDrafter:
         if not tokens:
             return []
         columns = tokens if self._column is None else [self._column.get(token, -1) for token in tokens]
-        block, row = self._row[path]
-        values = self._blocks[block][row, columns].tolist()  # -1 reads the last column, and is dropped here
+        index, row = self._row[path]
+        block = self._blocks[index] = self._blocks[index].cpu()  # fetched once, for all questions that follow
+        values = block[row, columns].tolist()  # -1 reads the last column, and is dropped here
         return [value if column >= 0 else None for value, column in zip(values, columns)]
 
     def rewind(self, length: int) -> None:

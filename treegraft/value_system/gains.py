@@ -4,7 +4,7 @@ Gains are fractions (0.15: 15 % more tokens per second), by benchmark, that is p
 unweighted mean of the benchmarks', each against its own better endpoint (spec section 6).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,14 @@ def prompt_groups(answers: Sequence[Answer]) -> np.ndarray:
     return np.array([known.setdefault((answer.file, answer.prompt), len(known)) for answer in answers])
 
 
-def make_folds(answers: Sequence[Answer]) -> list[Fold]:
-    """FOLDS folds by prompt, or as many as there are prompts; at least two prompts are needed."""
+def make_folds(answers: Sequence[Answer]) -> Iterator[Fold]:
+    """FOLDS folds by prompt, or as many as there are prompts; at least two prompts are needed.
+
+    One at a time, since each holds a copy of the log.
+    """
     groups = prompt_groups(answers)
     splits = GroupKFold(min(FOLDS, int(groups.max()) + 1)).split(groups, groups=groups)
-    return [make_fold(answers, test) for _, test in splits]
+    return (make_fold(answers, test) for _, test in splits)
 
 
 def make_fold(answers: Sequence[Answer], test: np.ndarray) -> Fold:
@@ -89,7 +92,7 @@ class Rivals:
     mask: int
 
 
-def rivals(answers: Sequence[Answer], folds: list[Fold], profile: LatencyProfile, drafting: Drafting) -> Rivals:
+def rivals(answers: Sequence[Answer], folds: Iterable[Fold], profile: LatencyProfile, drafting: Drafting) -> Rivals:
     """Replay the rivals of a log's answers, all but those in hindsight cross-validated over `folds`."""
     log = flatten(answers)
     times = {name: np.zeros(len(answers)) for name in ("small", "medium", "best_fixed")}

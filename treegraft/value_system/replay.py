@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from treegraft.data.log import Answer, LogError
+from treegraft.data.log import Answer, LogError, node
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
@@ -58,11 +58,6 @@ class Positions:
         return self.tokens.shape[2]
 
 
-def node(step: int, mask: Any) -> Any:
-    """The index of a decision point: before step `step`, after the decisions in `mask`."""
-    return (1 << (step - 1)) - 1 + mask
-
-
 def flatten(answers: "Sequence[Answer] | Positions") -> Positions:
     """One table of all positions; raises LogError where an answer lacks some, since a replay could land there."""
     if isinstance(answers, Positions):
@@ -80,17 +75,13 @@ def flatten(answers: "Sequence[Answer] | Positions") -> Positions:
     if len(shapes) > 1:
         raise LogError(f"answers of different drafting, (K, B) in {sorted(shapes)}, cannot be replayed together")
     lengths = np.array([len(answer.positions) for answer in answers])
-    depth = answers[0].tokens.shape[2]
-    decisions = [(mask, step - 1) for step in range(1, depth + 1) for mask in range(1 << (step - 1))]
-    masks, steps = np.array(decisions).T
     position = np.concatenate([answer.positions for answer in answers]).astype(int)
     prompt_length = np.repeat([answer.prompt_length for answer in answers], lengths)
-    leaf = {name: np.concatenate([getattr(a, name) for a in answers]) for name in ("ranks", "q", "tokens", "possible")}
+    names = ("signals", "log_s", "ranks", "q", "tokens", "possible")
     return Positions(
         answers, np.cumsum(lengths) - lengths, np.repeat(np.arange(len(answers)), lengths), position,
         prompt_length + position, np.repeat([a.length - 1 for a in answers], lengths) - position,
-        np.concatenate([answer.signals[:, masks, steps] for answer in answers]),
-        np.concatenate([answer.log_s for answer in answers]), **leaf,
+        **{name: np.concatenate([getattr(answer, name) for answer in answers]) for name in names},
     )  # fmt: skip
 
 

@@ -62,6 +62,12 @@ def write_report(folder: Path) -> None:
                 for name, colour in (("small", GREEN), ("medium", ORANGE))
             ),
         ),
+        (
+            "How many nodes are verified",
+            f"Of held-out rounds, as the value model and the cut have it, out of B = {value['drafting']['budget']}. "
+            "Where many rounds reach B, a log with a greater B may show more gain.",
+            size_table(value["verified"]),
+        ),
     ]  # fmt: skip
     (folder / "report.html").write_text(page(sections, "What a call of the medium drafter is worth"))
 
@@ -127,6 +133,16 @@ def gain_table(metrics: dict[str, Any]) -> str:
         )
         body += f"<tr><td>{escape(file)}</td>{cells}</tr>"
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def size_table(verified: dict[str, dict[str, float]]) -> str:
+    """Nodes verified a round by benchmark as an HTML table."""
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{row['mean']:.1f}</td><td>{row['median']:.0f}</td>"
+        f"<td>{row['at_budget']:.0%}</td></tr>"
+        for name, row in verified.items()
+    )
+    return f"<table><tr><th>benchmark</th><th>mean</th><th>median</th><th>rounds at B</th></tr>{rows}</table>"
 
 
 def signal_grid(importance: dict[str, list[float]], chosen: list[str]) -> str:

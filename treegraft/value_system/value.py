@@ -21,7 +21,7 @@ from sklearn.base import BaseEstimator
 from threadpoolctl import threadpool_limits
 
 from treegraft.data.files import Location, location
-from treegraft.data.log import MANIFEST, Answer, LogError, read_log
+from treegraft.data.log import MANIFEST, Answer, LogError, read_answers, read_manifest
 from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
@@ -48,12 +48,13 @@ from treegraft.value_system.replay import (
     trajectory,
 )
 from treegraft.value_system.report import write_report
+from treegraft.value_system.sample import FITTED, Part, divide
 
-VERSION = 1
+VERSION = 2
 KINDS = ("lightgbm", "linear")
 TURNS = 3  # of fitting and replaying
 VALUE_MODEL = "value model"
-SIZES = (1, 2, 3, 4, 6, 8, 12)  # numbers of signals that the selection tries besides all, CONTEXT aside
+SIZES = (1, 2, 4, 8, 12)  # numbers of signals that the selection tries besides all, CONTEXT aside
 CONTEXT = ("step", "medium_calls", "mask")  # read by every model: they are free, and need not be selected
 INSIDE = 0.2  # weight of a position where the replay started no round; where it did, 1
 ROWS = 200_000  # at most this many states are fitted a step
@@ -149,11 +150,16 @@ def onward(log: Positions, leaves: Leaves, masks: np.ndarray, rho: float) -> np.
 def features(log: Positions, states: States, step: int) -> np.ndarray:
     """All signals (R * 2^(step - 1), len(NAMES)) before a step; row r * 2^(step - 1) + mask."""
     masks = np.arange(1 << (step - 1))
-    logged = log.signals[:, node(step, masks)]
-    own = np.repeat(states.values[:, None], len(masks), axis=1)
-    called = log.tokens[:, masks, : step - 1].any(axis=2)
-    own[called, TRAJECTORY.index("lag")] = 0.0  # as a live round reads it after its first call
-    return np.concatenate([logged, own], axis=2).reshape(-1, len(NAMES))
+    rows = np.repeat(np.arange(len(log.position)), len(masks))
+    return features_at(log, states, step, rows, np.tile(masks, len(log.position)))
+
+
+def features_at(log: Positions, states: States, step: int, rows: np.ndarray, masks: np.ndarray) -> np.ndarray:
+    """All signals (n, len(NAMES)) before a step at some positions `rows` (n,) after the decisions `masks` (n,)."""
+    values = np.concatenate([log.signals[rows, node(step, masks)], states.values[rows]], axis=1)
+    called = log.tokens[rows, masks, : step - 1].any(axis=1)
+    values[called, NAMES.index("lag")] = 0.0  # as a live round reads it after its first call
+    return values
 
 
 def backward(log: Positions, worth: np.ndarray, decide: Callable[[int, np.ndarray], np.ndarray]) -> list[np.ndarray]:
@@ -296,7 +302,13 @@ class ValueModel(BaseEstimator):
 
     def masks(self, log: Positions, states: States) -> np.ndarray:
         """The mask (R,) that the model decides on at each position."""
-        return path([margin > 0 for margin in self.margins(log, states)])[-1]
+        rows = np.arange(len(log.position))
+        masks = np.zeros(len(rows), dtype=int)
+        for step in range(1, log.depth + 1):
+            call = masks | 1 << (step - 1)
+            invoke = self.decide_many(step, masks, features_at(log, states, step, rows, masks))
+            masks = np.where(invoke & log.possible[rows, call], call, masks)
+        return masks
 
     def _fit_step(self, log: Positions, states: States, step: int, margin: np.ndarray) -> np.ndarray:
         """Fit one step's model; returns its decisions, shaped as `margin`."""
@@ -351,9 +363,11 @@ def fit_value(
 
     Raises LogError for a log that cannot be read and FitError for one of a single prompt.
     """
-    manifest, answers = read_log(log_folder)
+    manifest = read_manifest(log_folder)
     if manifest["signals"] != LOGGED:
         raise LogError(f"{log_folder}: was collected with other signals than this treegraft has; collect again")
+    fitted, left = divide(manifest, seed, FITTED)
+    answers = read_answers(log_folder, manifest, fitted)
     drafting = Drafting(**manifest["drafting"])
     groups = prompt_groups(answers)
     if groups.max() < 1:
@@ -365,7 +379,7 @@ def fit_value(
             f"{log_folder}: no answer is longer than {drafting.depth + 2} tokens, so none shows what {drafting.depth} "
             "steps of drafting gain; collect with a greater --max-new-tokens"
         )
-    folds = make_folds(answers)
+    folds = list(make_folds(answers))
     full = [ValueModel(kind, seed).fit(fold.train, profile, drafting) for fold in folds]
     sizes = [*SIZES, len(NAMES) - len(CONTEXT)]
     models = {size: [_smaller(model, size, fold.train, profile, drafting) for model, fold in zip(full, folds)]
@@ -392,7 +406,12 @@ def fit_value(
         "version": VERSION,
         "kind": kind,
         "seed": seed,
-        "log": {"folder": str(log_folder.resolve()), "manifest": _hash(log_folder)},
+        "log": {
+            "folder": str(log_folder.resolve()),
+            "manifest": _hash(log_folder),
+            "fitted_prompts": len(fitted),
+            "left_prompts": len(left),
+        },
         "drafting": drafting.as_dict(),
         "rho": model.rho_,
         "signals": model.names,
@@ -401,7 +420,7 @@ def fit_value(
         "cross_validated": _cross_validated(answers, ms[size], against, profile),
         "calibration": _calibration(folds, chosen, profile, drafting),
         "score_calibration": score_calibration(everything),
-        "calls": _calls(folds, chosen, profile, drafting),
+        **_rounds(folds, chosen, profile, drafting),
         "importance": all_signals.importance(),
         "folds": [
             {"test": fold.index.tolist(), "rho": own.rho_, "signals": own.names} for fold, own in zip(folds, chosen)
@@ -493,19 +512,27 @@ def _cross_validated(
     return figures
 
 
-def _calls(
-    folds: list[Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting
-) -> dict[str, list[float]]:
-    """The share of held-out rounds, by file and in all, where the model calls at each step."""
+def _rounds(folds: list[Fold], models: list[ValueModel], profile: LatencyProfile, drafting: Drafting) -> dict[str, Any]:
+    """Of held-out rounds under the model, by file and in all: the share that calls at each step, and nodes verified."""
     called: dict[str, list[np.ndarray]] = {}
+    kept: dict[str, list[np.ndarray]] = {}
     for fold, model in zip(folds, models):
         trace = replay(fold.test, model, Cut("worth", model.rho_, profile), profile, drafting).trace
         steps = trace["mask"][:, None] >> np.arange(drafting.depth) & 1
         for index, answer in enumerate(fold.test.answers):
-            called.setdefault(answer.file, []).append(steps[trace["answer"] == index])
-    by_file = {file: np.concatenate(parts) for file, parts in sorted(called.items())}
-    rows = {**by_file, "overall": np.concatenate(list(by_file.values()))}
-    return {name: steps.mean(axis=0).tolist() if len(steps) else [0.0] * drafting.depth for name, steps in rows.items()}
+            mine = trace["answer"] == index
+            for name in (answer.file, "overall"):
+                called.setdefault(name, []).append(steps[mine])
+                kept.setdefault(name, []).append(trace["kept"][mine])
+    calls = {name: np.concatenate(parts) for name, parts in sorted(called.items())}
+    sizes = {name: np.concatenate(parts) for name, parts in sorted(kept.items())}
+    return {
+        "calls": {name: part.mean(axis=0).tolist() if len(part) else [0.0] * drafting.depth
+                  for name, part in calls.items()},
+        "verified": {name: {"mean": float(part.mean()), "median": float(np.median(part)),
+                            "at_budget": float((part == drafting.budget).mean())}
+                     for name, part in sizes.items() if len(part)},
+    }  # fmt: skip
 
 
 def score_calibration(log: Positions) -> dict[str, list[dict[str, float]]]:
@@ -561,14 +588,22 @@ def _hash(log_folder: Location) -> str:
 
 @dataclass
 class Value:
-    """A value folder, read back with the log it was fitted to; `folds` holds each fold with its own model."""
+    """A value folder, read back with the log it was fitted to; `folds` holds each fold with its own model.
+
+    `answers` are those fitted; `left` are the parts of the log that were not (see `divide`).
+    """
 
     report: dict[str, Any]
     model: ValueModel
     folds: list[tuple[Fold, ValueModel]]
     answers: list[Answer]
+    left: list[Part]
     manifest: dict[str, Any]
     profile: LatencyProfile
+
+    @property
+    def log_folder(self) -> Location:
+        return location(self.report["log"]["folder"])
 
     @property
     def drafting(self) -> Drafting:
@@ -586,7 +621,7 @@ def load_value(folder: Path) -> Value:
             f"{folder}: version {report.get('version')!r}; this treegraft reads version {VERSION}: fit again"
         )
     log_folder = location(report["log"]["folder"])
-    manifest, answers = read_log(log_folder)
+    manifest = read_manifest(log_folder)
     for name, letter in (("depth", "K"), ("width", "W"), ("children", "m"), ("budget", "B")):
         held, wanted = manifest["drafting"][name], report["drafting"][name]
         if held != wanted:
@@ -598,6 +633,8 @@ def load_value(folder: Path) -> Value:
         raise FitError(
             f"{folder}: {log_folder} has changed since this was fitted to it; run `treegraft fit-value` again"
         )
+    fitted, left = divide(manifest, report["seed"], FITTED)
+    answers = read_answers(log_folder, manifest, fitted)
     kind, depth = report["kind"], report["drafting"]["depth"]
     folds = [
         (
@@ -607,4 +644,4 @@ def load_value(folder: Path) -> Value:
         for i, fold in enumerate(report["folds"])
     ]
     model = ValueModel.load(folder / "all", kind, report["signals"], report["rho"], depth)
-    return Value(report, model, folds, answers, manifest, LatencyProfile.load(folder / "latency.json"))
+    return Value(report, model, folds, answers, left, manifest, LatencyProfile.load(folder / "latency.json"))
