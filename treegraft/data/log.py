@@ -76,7 +76,10 @@ def read_manifest(folder: Location) -> dict[str, Any]:
 
 
 def write_manifest(folder: Location, manifest: dict[str, Any]) -> None:
-    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    """Replace the manifest; a part has a line, since it is written after every prompt and indenting is slow."""
+    head = json.dumps({name: value for name, value in manifest.items() if name != "parts"}, indent=1)
+    parts = ",\n".join(json.dumps(part) for part in manifest["parts"])
+    write_whole(folder / MANIFEST, f'{head[:-2]},\n "parts": [\n{parts}\n ]\n}}\n'.encode())
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
