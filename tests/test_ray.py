@@ -2,10 +2,14 @@
 
 import os
 import signal
+import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+import psutil
 import pytest
 import ray
 from gathered import DRAFTING, TOKENS, as_prompts, assert_same_log
@@ -32,6 +36,16 @@ class Mortal(Worker):
         if prompt.id == "deadly" or (prompt.id == "3" and len((self.folder / "3").read_text().split()) == 1):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().collect(prompt)
+
+
+class Idle:
+    """A worker that loads nothing and never finishes a prompt."""
+
+    settings: ClassVar = {"models": {}}
+
+    def collect(self, prompt: Prompt) -> Outcome:
+        time.sleep(3600)
+        raise AssertionError
 
 
 def test_two_workers_of_which_one_is_killed_make_the_log_of_one_process(pair, tmp_path: Path, monkeypatch) -> None:
@@ -66,3 +80,22 @@ def test_without_ray_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"pip install treegraft\[ray\]"), ray_engine.ray_engine(lambda: None):
         pass
+
+
+def test_an_address_with_nothing_behind_it_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with (
+        pytest.raises(ray_engine.EngineError, match=f"--address 127.0.0.1:{port}: no Ray cluster answers there"),
+        ray_engine.ray_engine(lambda: None, f"127.0.0.1:{port}"),
+    ):
+        pass
+
+
+def test_a_cluster_that_lost_its_last_machine_ends_the_collection(monkeypatch) -> None:
+    monkeypatch.setattr(ray_engine, "PATIENCE", 1)
+    with ray_engine.ray_engine(Idle, workers=1, num_cpus=0.5) as engine:
+        (raylet,) = [process for process in psutil.Process().children(recursive=True) if process.name() == "raylet"]
+        raylet.kill()
+        with pytest.raises(ray_engine.EngineError, match="lost its last machine"):
+            list(engine.run(as_prompts(1)))

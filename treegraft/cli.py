@@ -166,7 +166,7 @@ def collect(
     num_cpus: Annotated[float, typer.Option(help="ray: CPUs a worker.", min=0)] = 1.0,
 ) -> None:
     """Decode prompts while forking every invoke-or-skip decision; log signals and realised value."""
-    from treegraft.collect.collector import Engine, collect_with
+    from treegraft.collect.collector import Engine, check_folder, collect_with
     from treegraft.collect.positions import Positions
     from treegraft.collect.ray_engine import ray_engine
     from treegraft.collect.worker import Sampling, Settings, Worker
@@ -183,6 +183,7 @@ def collect(
     wanted = read_prompts(prompts, limit)
     if shard is not None:
         wanted = take_shard(wanted, shard)
+    check_folder(folder)
     load = partial(Worker.load, target, medium, device, dtype, medium_dtype, how)
     if engine == "local" and (address, workers, num_gpus, num_cpus) != (None, None, 0.0, 1.0):
         raise ValueError("--address, --workers, --num-gpus and --num-cpus are for --engine ray")
@@ -228,17 +229,15 @@ def merge(
 
 @contextmanager
 def _stop_signals() -> Iterator[list[signal.Signals]]:
-    """Note a first SIGINT or SIGTERM, so that the work in hand is finished; a second one acts at once, as ever."""
+    """Note a first SIGINT or SIGTERM, so that the work in hand is finished; a second one acts at once."""
     stopped: list[signal.Signals] = []
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def restore() -> None:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
     def note(number: int, _: Any) -> None:
         stopped.append(signal.Signals(number))
-        restore()
+        # Not as it was before: a script's background commands start with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _say("finishing the prompt in hand; once more stops at once")
 
     for number in usual:
@@ -249,7 +248,8 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
         _say("stopped at once; what was collected is kept, and the same command goes on", style="red")
         raise
     finally:
-        restore()
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 @app.command("fit-value")

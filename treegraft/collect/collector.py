@@ -41,6 +41,21 @@ def collect(
     return collect_with(engine, prompts, folder, **more)
 
 
+def check_folder(folder: Location) -> None:
+    """Raise now what `collect_with` would raise for the folder as such: models may take long to load."""
+    try:
+        make_folder(folder)
+        with log.locked(folder):
+            if (folder / log.MANIFEST).exists():
+                log.read_manifest(folder)
+    except (OSError, ValueError):  # these say what is wrong
+        raise
+    except Exception as error:  # a store's client has errors of its own
+        raise log.LogError(
+            f"{folder}: cannot be written ({type(error).__name__}: {error}); check its endpoint, bucket and credentials"
+        ) from error
+
+
 def collect_with(
     engine: Engine,
     prompts: list[Prompt],

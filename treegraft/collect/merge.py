@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treegraft.data import log
-from treegraft.data.files import Location, listing, location, make_folder
+from treegraft.data.files import Location, location, make_folder, names
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def merge(out: str | Location, logs: Sequence[str | Location]) -> Merged:
             failed.setdefault((line["file"], line["prompt"]), line)
     make_folder(out)
     with log.locked(out):
-        if there := sorted(listing(out).keys() - {log.LOCK}):
+        if there := sorted(names(out) - {log.LOCK}):
             raise log.LogError(f"{out}: holds {there[0]}; give a new folder to merge into")
         merged = []
         for number, (folder, part) in enumerate(parts.values()):

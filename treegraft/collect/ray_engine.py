@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from treegraft.collect.worker import Outcome, Worker
 from treegraft.data.log import difference
 from treegraft.data.prompts import Prompt
 
+PATIENCE = 10  # seconds without news, after which it is asked whether the cluster is still there
 AHEAD = 16  # prompts, for each worker, that may be begun beyond the first unfinished one
 LOSSES = 3  # workers that one prompt may cost; and that may be lost in a row while they load, for each worker wanted
 
@@ -30,7 +32,7 @@ def ray_engine(
     """Workers on the Ray cluster at `address`, or on one of this machine alone, made for the purpose and on loopback.
 
     `load` runs in every worker. A worker holds `num_gpus` GPUs and `num_cpus` CPUs; by default there are as many as the
-    cluster has room for. Raises EngineError where Ray is missing or there is no room.
+    cluster has room for. Raises EngineError where Ray is missing, no cluster answers or there is no room.
     """
     if not (shares := {kind: share for kind, share in (("GPU", num_gpus), ("CPU", num_cpus)) if share}):
         raise EngineError("--num-gpus 0 --num-cpus 0: a worker needs a share of something")
@@ -41,6 +43,7 @@ def ray_engine(
         import ray
     except ImportError as error:
         raise EngineError(f"--engine ray needs Ray ({error}): pip install treegraft[ray]") from error
+    _check_answers(address or "")
     ray.init(address or "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         has = ray.cluster_resources()
@@ -55,6 +58,19 @@ def ray_engine(
         yield RayEngine(ray, lambda: actor.remote(load), workers or room)
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise EngineError where nothing listens at "HOST:PORT"; Ray itself would try for minutes and not say where."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), PATIENCE).close()
+        except OSError as error:
+            raise EngineError(
+                f"--address {address}: no Ray cluster answers there ({error}); `ray start --head` starts one and says "
+                "its address"
+            ) from error
 
 
 class Actor:
@@ -130,7 +146,10 @@ class RayEngine:
 
         Raises what an actor raises while it loads its models, and EngineError where such workers are of no use.
         """
-        [call], _ = self._ray.wait(list(self._busy))
+        while not (ended := self._ray.wait(list(self._busy), timeout=PATIENCE)[0]):
+            if not any(node["Alive"] for node in self._ray.nodes()):
+                raise EngineError("the cluster has lost its last machine; the same command goes on with another one")
+        [call] = ended
         actor, place = self._busy.pop(call)
         try:
             result = self._ray.get(call)

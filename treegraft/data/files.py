@@ -20,6 +20,8 @@ def location(place: str | Location) -> Location:
         uri.fs  # noqa: B018  the client that such a URI needs is imported here
     except (ImportError, ValueError) as error:
         raise ValueError(f"{place}: cannot be opened ({error}); s3:// needs `pip install treegraft[s3]`") from error
+    if uri.protocol != "memory" and not uri.path.strip("/"):
+        raise ValueError(f"{place}: names no bucket; give {uri.protocol}://BUCKET/NAME")
     return Path(uri.path) if uri.protocol in ("file", "local") else uri
 
 
@@ -29,6 +31,14 @@ def make_folder(folder: Location) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     elif folder.protocol not in STORES:
         raise ValueError(f"{folder}: a log is written to a local folder or to one of {', '.join(STORES)}")
+
+
+def names(folder: Location) -> set[str]:
+    """The names of all that lies directly in a folder; none where there is no such folder."""
+    try:
+        return {path.name for path in folder.iterdir()}
+    except FileNotFoundError:
+        return set()
 
 
 def listing(folder: Location) -> dict[str, int]:

@@ -67,7 +67,9 @@ def read_manifest(folder: Location) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise LogError(f"{folder}: not a log ({error}); `treegraft collect` makes one") from error
+        raise LogError(
+            f"{folder}: not a log ({type(error).__name__}: {error}); `treegraft collect` makes one"
+        ) from error
     if not isinstance(manifest, dict) or not {"parts", "drafting", "signals", "models"} <= manifest.keys():
         raise LogError(f"{path}: not a manifest; `treegraft collect` makes one")
     if manifest.get("version") != VERSION:

@@ -49,7 +49,7 @@ def read_prompts(paths: Iterable[str | Location], limit: int | None = None) -> l
         try:
             lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"{path}: cannot be read ({error})") from error
+            raise PromptError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
         count = 0
         for number, line in enumerate(lines, start=1):
             if not line.strip() or count == limit:
