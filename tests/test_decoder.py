@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,24 @@ PROMPTS = prompts(4, seed=4)
 @pytest.fixture(scope="module")
 def decoder(pair) -> treegraft.Decoder:
     return treegraft.Decoder(*pair("llama"), schedule="0b00011")
+
+
+def test_threads_may_share_a_model_with_each_other_and_with_its_own_generate(pair) -> None:
+    target, medium = pair("qwen2")
+    decoders = [treegraft.Decoder(target, medium, schedule="0b00011") for _ in range(2)]
+    ways = [*(lambda prompt, one=one: one.generate(prompt, TOKENS).tokens for one in decoders),
+            lambda prompt: greedy(target, prompt, TOKENS)]  # fmt: skip
+    alone = {i: greedy(target, prompt, TOKENS) for i, prompt in enumerate(PROMPTS)}
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            runs = [(i, pool.submit(way, prompt)) for i, prompt in enumerate(PROMPTS) for way in ways * 3]
+            found = [(i, run.result()) for i, run in runs]
+    finally:
+        sys.setswitchinterval(usual)
+    assert all(tokens == alone[i] for i, tokens in found)
+    assert target.lm.config._attn_implementation == "sdpa"
 
 
 def words(tokens: list[int]) -> str:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from treegraft.runtime.decode import AUTOREGRESSIVE, ContextError, Plan, decode
 from treegraft.runtime.drafting import Drafting
-from treegraft.runtime.models import ModelError, cache_folder, check_pair, load_model
+from treegraft.runtime.models import ModelError, cache_folder, check_pair, load_model, wrap_model
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
 
@@ -204,3 +204,10 @@ def test_a_model_that_lacks_weights_or_has_an_unknown_dtype_is_refused(tmp_path:
     more.save_pretrained(folder)
     with pytest.raises(ModelError, match="lack"):
         load_model(str(folder))
+
+
+def test_a_model_whose_attention_caps_its_scores_is_refused(tmp_path: Path) -> None:
+    settings = config("gemma2", head_dim=16, attn_logit_softcapping=50.0, attn_implementation="eager")
+    lm = AutoModelForCausalLM.from_config(settings)
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM has no SDPA attention"):
+        wrap_model(lm)

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from treegraft.runtime.tree import Paths
 DRAFTING = Drafting(depth=3, width=3, children=3, budget=16)
 TOKENS = 32
 PROMPTS = prompts(6)
+GRAPH = Captured(cast(Any, None), torch.empty(0), torch.empty(0))
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +108,9 @@ def test_what_a_graph_cannot_hold_is_found(pair, tmp_path) -> None:  # type: ign
         lambda: bool(numbers[0] == 0),
         lambda: numbers[numbers > 1],
         lambda: numbers.nonzero(),
+        lambda: numbers.clone().index_put_((numbers > 1,), numbers[0]),
         lambda: numbers.to("meta"),
+        lambda: numbers[0].to("meta"),
     ):
         with pytest.raises(RuntimeError, match="makes the host wait"), Capturable():
             waits()
@@ -160,6 +163,41 @@ def test_a_cache_with_its_graphs_goes_from_one_text_to_the_next(pair) -> None:  
     weight.data = before
 
 
+def test_one_idle_cache_is_kept_the_longest_until_it_is_released(pair) -> None:  # type: ignore[no-untyped-def]
+    target, _ = pair("qwen2")
+    forwards = [TreeForward(target) for _ in range(3)]
+    for forward, slots in zip(forwards, (300, 600, 300)):
+        forward.cache.hold(slots)
+    longest = forwards[1].cache
+    del forward
+    forwards.clear()
+    again = TreeForward(target)
+    assert again.cache is longest
+    assert TreeForward(target).cache.slots.held == 0
+    del again
+    static.release(target.lm)
+    assert TreeForward(target).cache is not longest
+
+
+@pytest.mark.parametrize("change", ["hook", "adapter", "mode", "buffer"])
+def test_a_model_that_is_no_longer_what_was_captured_ends_its_graphs(tmp_path, change) -> None:  # type: ignore[no-untyped-def]
+    lm: Any = (target := load_model(str(save_lm(tmp_path, config("llama"), 0)))).lm
+    forward = TreeForward(target)
+    forward.cache.captured[0,] = GRAPH
+    forward.rewind(0)
+    assert forward.cache.captured
+    if change == "hook":
+        lm.model.layers[0].register_forward_hook(lambda *_: None)
+    elif change == "adapter":
+        lm.model.layers[0].mlp._active_adapter = "other"
+    elif change == "mode":
+        lm.train()
+    else:
+        lm.model.rotary_emb.inv_freq = lm.model.rotary_emb.inv_freq / 2
+    forward.rewind(0)
+    assert not forward.cache.captured
+
+
 def test_an_earlier_texts_slots_do_not_show(pair) -> None:  # type: ignore[no-untyped-def]
     target, medium = pair("gpt_neox")
     gc.collect()
@@ -174,7 +212,7 @@ def test_a_text_that_outgrows_its_buffers_goes_on_in_longer_ones(pair, replayed)
     prompt = [rng.randrange(VOCABULARY) for _ in range(LEAST_LENGTH - 40)]
     cache = PromptCache(target, medium)
     captured = cache.verifier.cache.captured
-    captured[0,] = Captured(torch.empty(0))
+    captured[0,] = GRAPH
     answer = decode(target, medium, prompt, plan(0b011), 48, cache=cache)
     assert same_text(target, prompt, answer.tokens, greedy(target, prompt, 48))
     assert {length for *_, length in replayed} == {LEAST_LENGTH, 2 * LEAST_LENGTH}

@@ -1,6 +1,7 @@
 """A cache of keys and values in slots: a forward writes in place, where it is told to, and nothing is concatenated."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -65,18 +66,18 @@ class SlotLayer(CacheLayerMixin):
 
 @dataclass
 class Captured:
-    """A step's graph, with the inputs that it reads and the logits that it writes; `graph` None: it cannot be one."""
+    """A step's graph, with the inputs that it reads and the logits that it writes."""
 
+    graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
-    logits: torch.Tensor | None = None
-    graph: torch.cuda.CUDAGraph | None = None
+    logits: torch.Tensor
 
 
 class SlotCache(Cache):
     """A cache of `count` slot layers.
 
-    `captured` are the CUDA graphs that read and write its buffers, by shape, and `weights` the addresses of the
-    parameters that they read (see `static`).
+    `captured` are the CUDA graphs that read and write its buffers, by shape, unless graphs were `refused`, and
+    `built_in` is what they hold of the model (see `static`).
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -84,7 +85,8 @@ class SlotCache(Cache):
     def __init__(self, count: int) -> None:
         self.slots = Slots(0, 0, slice(0, 0), 0)
         self.captured: dict[tuple[int, ...], Captured] = {}
-        self.weights: tuple[int, ...] = ()
+        self.refused = False
+        self.built_in: tuple[Any, ...] = ()
         super().__init__(layers=[SlotLayer(self.slots) for _ in range(count)])
 
     def hold(self, slots: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from treegraft.runtime import signals
+from treegraft.runtime import signals, static
 from treegraft.runtime.drafting import Drafting, medium_step, plan_medium, small_step
 from treegraft.runtime.forward import TreeForward
 from treegraft.runtime.medium import LMDrafter
@@ -365,9 +365,9 @@ class _Clock:
 
     def __init__(self) -> None:
         self.ms = dict.fromkeys(("target", "medium", "small", "signals", "tree", "rest"), 0.0)
-        self._last = perf_counter()
+        self._last = static.seconds()
 
     def lap(self, part: str) -> None:
-        now = perf_counter()
+        now = static.seconds()
         self.ms[part] += (now - self._last) * 1e3
         self._last = now

@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 
 import torch
 
+from treegraft.runtime import static
 from treegraft.runtime.decode import Decoded, Plan, decode_rounds
 from treegraft.runtime.models import Model, check_pair, load_model
 from treegraft.runtime.monitor import Monitor, watch_drift
@@ -107,6 +108,9 @@ class Decoder:
 
         A stream that has begun keeps its models until it ends or is dropped.
         """
+        for model in self._models or ():
+            if model is not None:
+                static.release(model.lm)
         self._models = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

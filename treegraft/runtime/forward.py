@@ -5,11 +5,15 @@ Target and medium drafter use the same class: the one verifies nodes, the other 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import RLock
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from treegraft.runtime import static
 from treegraft.runtime.cache import SlotCache
@@ -19,24 +23,33 @@ from treegraft.runtime.tree import Paths
 GROWTH = 64  # cache slots added at a time, in tokens
 LONG_LAG = 64  # tokens; more are caught up without a mask, whose size is their square
 
+# One forward at a time in a process: they switch their model's attention, and graphs must be captured one by one.
+_alone = RLock()
+_branching = ContextVar("_branching", default=False)
+
 
 def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, Any]:
     """Attention under a tree mask without copying the cache: query heads that share a key head become rows.
 
     query (batch, heads, n, width); key and value (batch, key heads, total, width), as the cache holds them;
-    attention_mask (1, 1, n, total). Returns (batch, n, heads, width).
+    attention_mask (1, 1, n, total). Returns (batch, n, heads, width). A forward of another thread that meets it here,
+    while the model is shared, gets torch's attention as ever.
     """
-    if kwargs.get("position_bias") is not None:
-        raise NotImplementedError("a model with an attention bias of its own cannot branch over a draft tree")
+    if not _branching.get():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    assert attention_mask is not None
+    for name in ("position_bias", "softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"a model whose attention has a {name} cannot branch over a draft tree")
     batch, heads, count, width = query.shape
     rows, mask = query.reshape(batch, key.shape[1], -1, width), attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
@@ -44,17 +57,19 @@ def tree_attention(
 
 
 AttentionInterface.register("treegraft", tree_attention)
+AttentionMaskInterface.register("treegraft", sdpa_mask)
 
 
 @contextmanager
 def _attending(config: Any) -> Iterator[None]:
     """Tree attention for the forwards inside; the model is shared with `generate`, which keeps its own."""
-    own = config._attn_implementation
+    own, token = config._attn_implementation, _branching.set(True)
     config._attn_implementation = "treegraft"
     try:
         yield
     finally:
         config._attn_implementation = own
+        _branching.reset(token)
 
 
 def tree_mask(seen: torch.Tensor, branches: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,6 +103,10 @@ class TreeForward:
         `committed` are all tokens before the root. A node attends to them, to its ancestors and to itself; its
         position is the root's plus its depth (spec section 3). On CUDA the logits hold until the next call.
         """
+        with _alone:
+            return self._forward(committed, paths, nodes)
+
+    def _forward(self, committed: list[int], paths: Paths, nodes: list[int]) -> torch.Tensor:
         lag = len(committed) - self.seen
         assert lag == 0 or not self.slots, "the lag is caught up in the first call of a round"
         branched = len(nodes) > 1 or bool(self.slots)
@@ -180,6 +199,8 @@ class TreeForward:
 
     def rewind(self, length: int) -> None:
         """Keep at most the first `length` committed tokens, and no node."""
+        if self.static:
+            static.refresh(self.cache, self.model.lm)
         self.seen = min(self.seen, length)
         self.slots = {}
 

@@ -126,6 +126,11 @@ def wrap_model(lm: PreTrainedModel) -> Model:
         raise ModelError(
             f"model {name!r}: {attention} attention takes no tree mask; load it with attn_implementation='sdpa'"
         )
+    if not lm._supports_sdpa:
+        raise ModelError(
+            f"model {name!r}: {type(lm).__name__} has no SDPA attention in transformers, perhaps for a softcap, a sink or "
+            "a bias of its own, so it takes no tree mask"
+        )
     return Model(name, lm, cast(Any, None), _context_limit(lm.config), "")
 
 

@@ -8,6 +8,7 @@ that it is written to, the number of slots that it sees before its branch, and t
 """
 
 import functools
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ LEAST_LENGTH = 256  # slots of the cache that a forward reads; else a power of t
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
-_idle: weakref.WeakKeyDictionary[PreTrainedModel, list[SlotCache]] = weakref.WeakKeyDictionary()
+_idle: weakref.WeakKeyDictionary[PreTrainedModel, SlotCache] = weakref.WeakKeyDictionary()
+_captured_seconds = 0.0  # in this process
 
 
 def is_static(lm: PreTrainedModel) -> bool:
@@ -63,33 +65,68 @@ def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
 
 def borrow_cache(owner: object, lm: PreTrainedModel) -> SlotCache:
     """A cache for `owner`, with the graphs of an earlier text's where one is idle; idle again once `owner` is gone."""
-    weights = tuple(parameter.data_ptr() for parameter in lm.parameters())
-    idle = _idle.setdefault(lm, [])
-    while idle:
-        cache = idle.pop()
-        if cache.weights == weights:  # else they have moved, and its graphs read where they were
-            break
-    else:
+    cache, built_in = _idle.pop(lm, None), _built_in(lm)
+    if cache is None or cache.built_in != built_in:
         cache = SlotCache(lm.config.num_hidden_layers)
-        cache.weights = weights
-    weakref.finalize(owner, idle.append, cache).atexit = False
+        cache.built_in = built_in
+    weakref.finalize(owner, _give_back, weakref.ref(lm), cache).atexit = False
     return cache
 
 
-def replay(step: Step, inputs: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-    """`step(inputs)`, by the graph of these shapes where there is one; valid until the next forward of that shape.
+def _give_back(of: "weakref.ref[PreTrainedModel]", cache: SlotCache) -> None:
+    """Keep one idle cache a model, the longest: each holds device memory."""
+    if (lm := of()) is not None:
+        other = _idle.get(lm)
+        if other is None or other.slots.held <= cache.slots.held:
+            _idle[lm] = cache
 
-    The first time the step is captured. Where that is refused, it runs as it is from then on, with one warning.
+
+def release(lm: PreTrainedModel) -> None:
+    """Let go of the cache that is idle."""
+    _idle.pop(lm, None)
+
+
+def refresh(cache: SlotCache, lm: PreTrainedModel) -> None:
+    """End the graphs of a model that is no longer what they were captured from."""
+    if (built_in := _built_in(lm)) != cache.built_in:
+        cache.captured.clear()
+        cache.built_in = built_in
+
+
+def _built_in(lm: PreTrainedModel) -> tuple[Any, ...]:
+    """What the graphs of a model have built in: where its tensors lie, its modes, hooks and adapters."""
+    found: list[Any] = [tensor.data_ptr() for tensor in (*lm.parameters(), *lm.buffers())]
+    for module in lm.modules():
+        found += (module.training, *module._forward_hooks, *module._forward_pre_hooks)
+        adapters = (getattr(module, name, None) for name in ("_active_adapter", "_disable_adapters", "merged_adapters"))
+        found += map(str, adapters)
+    return tuple(found)
+
+
+def seconds() -> float:
+    """A clock like time.perf_counter that stands still while a graph is captured: that is paid once, by no round."""
+    return time.perf_counter() - _captured_seconds
+
+
+def replay(step: Step, inputs: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+    """`step(inputs)`, by the graph of these shapes where there is one; valid until the cache's next forward.
+
+    The first time the step is captured. Where that is refused, the cache's forwards run as they are, with one warning.
     """
-    if inputs.device.type != "cuda":
+    global _captured_seconds
+    if inputs.device.type != "cuda" or cache.refused:
         return step(inputs)
     key = (*inputs.shape, cache.slots.read)
     held = cache.captured.get(key)
     if held is None:
-        pool = next((other.graph.pool() for other in cache.captured.values() if other.graph is not None), None)
-        held = cache.captured[key] = _capture(step, inputs, pool)
-    if held.graph is None or held.logits is None:
-        return step(inputs)
+        began = time.perf_counter()
+        pool = next((other.graph.pool() for other in cache.captured.values()), None)
+        held = _capture(step, inputs, pool)
+        _captured_seconds += time.perf_counter() - began
+        if held is None:
+            cache.refused = True
+            return step(inputs)
+        cache.captured[key] = held
     held.inputs.copy_(inputs)
     held.graph.replay()
     return held.logits
@@ -104,15 +141,19 @@ class Capturable(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         reads = func is torch.ops.aten.is_nonzero.default or not _READ.isdisjoint(func.tags)
-        if func is torch.ops.aten.index.Tensor:  # by position its shape is known, by a mask it is not
-            reads = any(index.dtype is torch.bool for index in args[1] if index is not None)
+        if func.overloadpacket in _BY_INDEX:  # by position a shape is known, by a mask it is not
+            reads = any(index.dtype in (torch.bool, torch.uint8) for index in args[1] if index is not None)
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        if reads or len({tensor.device for tensor in tensors if tensor.dim()}) > 1:
+        # A kernel may read a number that lies on the host; a copy of one makes the host wait.
+        least = 0 if func.overloadpacket in _COPIES else 1
+        if reads or len({tensor.device for tensor in tensors if tensor.dim() >= least}) > 1:
             raise RuntimeError(f"{func} makes the host wait")
         return result
 
 
 _READ = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_BY_INDEX = {getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_unsafe_index_put")}
+_COPIES = {torch.ops.aten._to_copy, torch.ops.aten.copy_}
 
 
 @functools.cache
@@ -121,22 +162,27 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture(step: Step, inputs: torch.Tensor, pool: Any) -> Captured:
-    """Warm up, then capture into `pool`; a step may run any number of times: it writes the same slots each time."""
-    held, stream = Captured(inputs.clone()), _side_stream(inputs.device)
+def _capture(step: Step, inputs: torch.Tensor, pool: Any) -> Captured | None:
+    """Warm up, then capture into `pool`; None, with a warning, where that is refused.
+
+    A step may run any number of times: it writes the same slots each time.
+    """
+    inputs, stream = inputs.clone(), _side_stream(inputs.device)
     with torch.cuda.device(inputs.device):
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
-                step(held.inputs)  # libraries allocate what they keep
+                step(inputs)  # libraries allocate what they keep
                 with Capturable():  # a capture that breaks off would leave the allocator with loose ends
-                    step(held.inputs)
+                    step(inputs)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                held.logits = step(held.inputs)
-            held.graph = graph
+                logits = step(inputs)
+            return Captured(graph, inputs, logits)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             warnings.warn(f"a model's forwards run without CUDA graphs, more slowly: {error}", stacklevel=2)
+            return None
         finally:
             torch.cuda.current_stream().wait_stream(stream)
-    return held
