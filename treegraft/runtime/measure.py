@@ -38,7 +38,7 @@ def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: D
     return LatencyProfile(
         **curves,
         small_step_ms=round(mean(r.ms["small"] / steps for r in small.rounds), 4) if small.rounds else 0.0,
-        medium_step_ms=_medium_step_ms(called, curves["medium"], len(prompt), steps),
+        medium_step_ms=_medium_step_ms(called, curves["target"], curves["medium"], len(prompt), steps),
         round_ms=round(median([r.ms["tree"] + r.ms["rest"] for r in small.rounds]), 4) if small.rounds else 0.0,
         machine=f"{platform.machine()}, {target.device.type}, {torch.get_num_threads()} threads, {target.lm.dtype}",
     )
@@ -51,15 +51,20 @@ def call_ms(model: Model, nodes: int = 4, context: int = 256) -> float:
     return median(runner.run(nodes) for _ in range(9))
 
 
-def _medium_step_ms(decoded: Decoded, curve: Curve, prompt_length: int, steps: int) -> float:
-    """The part of a medium step that is not its forward."""
+def _medium_step_ms(decoded: Decoded, target: Curve, medium: Curve, prompt_length: int, steps: int) -> float:
+    """The part of a medium step that is not its forward.
+
+    It is a small difference of large times, and the machine may have changed its pace since the curves were measured:
+    each round's times are taken at the pace of its own target forward.
+    """
     rests = []
     for done in decoded.rounds:
         context, lag, forwards = prompt_length + done.position, done.lag, 0.0
         for tokens in done.tokens:
-            forwards += float(curve(tokens + lag, context)) if tokens else 0.0
+            forwards += float(medium(tokens + lag, context)) if tokens else 0.0
             lag = 0 if tokens else lag
-        rests.append((done.ms["medium"] - forwards) / steps)
+        pace = done.ms["target"] / float(target(done.kept + 1, context))
+        rests.append((done.ms["medium"] / pace - forwards) / steps)
     return round(max(0.0, median(rests)), 4) if rests else 0.0
 
 

@@ -128,8 +128,8 @@ def wrap_model(lm: PreTrainedModel) -> Model:
         )
     if not lm._supports_sdpa:
         raise ModelError(
-            f"model {name!r}: {type(lm).__name__} has no SDPA attention in transformers, perhaps for a softcap, a sink or "
-            "a bias of its own, so it takes no tree mask"
+            f"model {name!r}: {type(lm).__name__} has no SDPA attention in transformers, perhaps for a softcap, a sink "
+            "or a bias of its own, so it takes no tree mask"
         )
     return Model(name, lm, cast(Any, None), _context_limit(lm.config), "")
 
