@@ -30,7 +30,7 @@ def decoder(pair) -> treegraft.Decoder:
 
 
 def test_threads_may_share_a_model_with_each_other_and_with_its_own_generate(pair) -> None:
-    target, medium = pair("qwen2")
+    target, medium = pair("mistral")
     decoders = [treegraft.Decoder(target, medium, schedule="0b00011") for _ in range(2)]
     ways = [*(lambda prompt, one=one: one.generate(prompt, TOKENS).tokens for one in decoders),
             lambda prompt: greedy(target, prompt, TOKENS)]  # fmt: skip
