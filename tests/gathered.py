@@ -1,7 +1,9 @@
 """Small logs of the tiny models, and the one rule by which two of them are the same."""
 
 import multiprocessing
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -50,3 +52,19 @@ def in_child(work: Callable[[], object]):  # type: ignore[no-untyped-def]
     child = fork.Process(target=work)
     child.start()
     return child
+
+
+def killed_at_every_moment(collect_until: Callable[[int], None], moments: int) -> Iterator[int | None]:
+    """Collect in children that kill themselves at moment 0, then 1 .. `moments` over and over, until one gets through.
+
+    Yields each killed child's process id.
+    """
+    moment = 0
+    while True:
+        child = in_child(partial(collect_until, moment))
+        child.join()
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        yield child.pid
+        moment = moment % moments + 1

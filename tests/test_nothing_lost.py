@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gathered import DRAFTING, TOKENS, as_prompts, assert_same_log, fork, gather, in_child
+from gathered import DRAFTING, TOKENS, as_prompts, assert_same_log, fork, gather, in_child, killed_at_every_moment
 
 from treegraft.collect import worker
 from treegraft.collect.collector import Sampling, collect
@@ -65,14 +65,8 @@ def test_a_kill_at_any_write_loses_nothing(pair, whole: Path, tmp_path: Path, mo
             setattr(os, name, counted(name))
         gather(pair, tmp_path, 8)
 
-    moment = 0
-    while True:
-        child = in_child(lambda: collect_until(moment))  # noqa: B023
-        child.join()
-        if child.exitcode == 0:
-            break
-        assert child.exitcode == -signal.SIGKILL
-        moment = moment % 9 + 1  # a prompt takes nine such calls, so all of them are met
+    for _ in killed_at_every_moment(collect_until, 9):  # a prompt takes nine such calls, so all of them are met
+        pass
     assert_same_log(tmp_path, whole)
 
 

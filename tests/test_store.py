@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gathered import DRAFTING, TOKENS, as_prompts, assert_same_log, gather, in_child
+from gathered import DRAFTING, TOKENS, as_prompts, assert_same_log, gather, in_child, killed_at_every_moment
 from store import s3_store
 
 from treegraft import cli
@@ -55,17 +55,10 @@ def test_a_kill_at_any_write_to_a_store_loses_nothing(pair, whole: Path, bucket:
         log.write_whole = counted
         gather(pair, uri, 8)
 
-    moment = 0
-    while True:
-        child = in_child(lambda: collect_until(moment))  # noqa: B023
-        child.join()
-        if child.exitcode == 0:
-            break
-        assert child.exitcode == -signal.SIGKILL
-        with pytest.raises(LogError, match=rf"process {child.pid} on .*delete {uri}/\.lock"):
+    for killed in killed_at_every_moment(collect_until, 6):  # a prompt is three objects
+        with pytest.raises(LogError, match=rf"process {killed} on .*delete {uri}/\.lock"):
             gather(pair, uri, 8)
         location(f"{uri}/.lock").unlink()
-        moment = moment % 6 + 1  # a prompt is three objects
     assert_same_log(uri, whole)
 
 
