@@ -1,13 +1,14 @@
 """The commands as a user types them, on tiny models."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from tiny import config, prompts, save_lm
 
-from treegraft import cli
+from treegraft import bench, cli
 
 
 def run(*words: object) -> None:
@@ -167,6 +168,28 @@ def test_a_bench_against_hugging_face_writes_a_report(models: list[str], tmp_pat
     run("bench", *words, "--against", "hf", asked)
     said = capsys.readouterr().out
     assert "best rival: asked " in said and "small over the best rival: " in said
+
+
+def test_a_stopped_bench_gives_the_figures_of_every_prompt_it_finished(
+    models: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [write_prompts(tmp_path / f"{name}.jsonl", 4, seed=3) for name in ("one", "two")]
+    words = ["bench", *models, "--depth", "2", "--schedule", "small", "--max-new-tokens", "8", "--json"]
+    decoded = []
+
+    def interrupted(target, medium, ids, plan, *rest):  # type: ignore[no-untyped-def]
+        decoded.append(plan.name)
+        if decoded.count("small") == 1 + 3:  # the warm-up, then within the third prompt
+            signal.raise_signal(signal.SIGINT)
+        return decode(target, medium, ids, plan, *rest)
+
+    decode = bench.decode
+    monkeypatch.setattr(bench, "decode", interrupted)
+    assert cli.app([*words, *map(str, asked)], standalone_mode=False) == 128 + signal.SIGINT
+    said = capsys.readouterr()
+    assert "stopped by SIGINT; the figures are of 3 of 8 prompts" in said.err
+    result = json.loads(said.out)
+    assert {name: of_file["small"]["tokens"] for name, of_file in result["by_file"].items()} == {"one": 16, "two": 8}
 
 
 def test_what_is_said_keeps_every_character(capsys) -> None:

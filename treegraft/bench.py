@@ -5,6 +5,7 @@ So do transformers' own ways to decode the same models: `generate`, prompt looku
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -119,11 +120,13 @@ def run(
     max_new_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
     rivals: list[Rival] = [],  # noqa: B006
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[Record]:
     """Decode every prompt with `autoregressive`, `generate`, every plan and rival, in a seeded random order per prompt.
 
-    Each schedule is warmed up first, and every prompt is checked before any is decoded. A later turn of a conversation
-    follows the target's own earlier answers. Raises ContextError for a prompt that is empty or too long.
+    Each schedule is warmed up first, and every prompt is checked before any is decoded. The files take turns, so that a
+    run cut short has seen them all: `stop` is asked after each prompt. A later turn of a conversation follows the
+    target's own earlier answers. Raises ContextError for a prompt that is empty or too long.
     """
     plans = [plan for plan in plans if plan.name != AUTOREGRESSIVE.name]
     everything: list[Plan | Rival] = [GENERATE, AUTOREGRESSIVE, *rivals, *plans]
@@ -138,8 +141,8 @@ def run(
     for plan in everything:
         _decode(target, medium, warm, plan, 8)
     records: list[Record] = []
-    for done, prompt in enumerate(prompts):
-        progress(done, len(prompts))
+    progress(0, len(prompts))
+    for done, prompt in enumerate(in_turns(prompts), 1):
         mine = {plan.name: _record(prompt, plan) for plan in everything}
         conversation = Conversation(prompt, target.tokenizer)
         for turn in range(conversation.turns):
@@ -164,8 +167,20 @@ def run(
                 mine[name].ties += verdict == "tie"
             conversation.answer(answers[GENERATE.name])
         records += mine.values()
-    progress(len(prompts), len(prompts))
+        progress(done, len(prompts))
+        if stop():
+            break
     return records
+
+
+def in_turns(prompts: list[Prompt]) -> list[Prompt]:
+    """The first prompt of every file, then the second of every file, and so on."""
+    nth: Counter[str] = Counter()
+    turns = []
+    for prompt in prompts:
+        turns.append(nth[prompt.file])
+        nth[prompt.file] += 1
+    return [prompt for _, prompt in sorted(zip(turns, prompts, strict=True), key=lambda pair: pair[0])]
 
 
 def _record(prompt: Prompt, plan: Plan | Rival) -> Record:

@@ -194,7 +194,7 @@ def collect(
                 if engine == "local"
                 else stack.enter_context(ray_engine(load, address, workers, num_gpus, num_cpus))
             )
-        stopped = stack.enter_context(_stop_signals())
+        stopped = stack.enter_context(_stop_signals("what was collected is kept, and the same command goes on"))
         update = stack.enter_context(_progress("collecting"))
         manifest, failed = collect_with(running, wanted, folder, retry_failed, update, lambda: bool(stopped))
     for failure in failed:
@@ -228,8 +228,8 @@ def merge(
 
 
 @contextmanager
-def _stop_signals() -> Iterator[list[signal.Signals]]:
-    """Note a first SIGINT or SIGTERM, so that the work in hand is finished; a second one acts at once."""
+def _stop_signals(at_once: str) -> Iterator[list[signal.Signals]]:
+    """Note a first SIGINT or SIGTERM, so that the work in hand is finished; a second one acts at once, as it says."""
     stopped: list[signal.Signals] = []
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -245,7 +245,7 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
     try:
         yield stopped
     except KeyboardInterrupt:  # typer exits with 130, without a word
-        _say("stopped at once; what was collected is kept, and the same command goes on", style="red")
+        _say(f"stopped at once; {at_once}", style="red")
         raise
     finally:
         for number, handler in usual.items():
@@ -385,7 +385,10 @@ def bench(
     force: Force = False,
     json_out: Json = False,
 ) -> None:
-    """Decode prompts live with every schedule, interleaved in one process, and compare speed and texts."""
+    """Decode prompts live with every schedule, interleaved in one process, and compare speed and texts.
+
+    Stopped by Ctrl-C or SIGTERM, it finishes the prompt in hand and gives the figures so far.
+    """
     from treegraft import bench as live
     from treegraft.data.prompts import read_prompts
 
@@ -399,8 +402,8 @@ def bench(
         models = _load_needed(plans, target, medium, device, dtype, medium_dtype)
         rivals = []
     _check_models(plans, models, force)
-    with _progress("benching") as update:
-        records = live.run(*models, wanted, plans, max_new_tokens, update, rivals)
+    with _stop_signals("nothing is kept") as stopped, _progress("benching") as update:
+        records = live.run(*models, wanted, plans, max_new_tokens, update, rivals, lambda: bool(stopped))
     summary = live.summarise_live(records, rivals)
     if report:
         report.parent.mkdir(parents=True, exist_ok=True)
@@ -408,6 +411,10 @@ def bench(
     _report(summary, json_out)
     if rivals and not json_out:
         _print_rivals(summary, [plan.name for plan in plans], live.BEST_RIVAL)
+    if stopped:
+        finished = len({(record.file, record.prompt) for record in records})
+        _say(f"stopped by {stopped[0].name}; the figures are of {finished} of {len(wanted)} prompts", style="red")
+        raise typer.Exit(128 + stopped[0])
 
 
 @app.command()
