@@ -5,7 +5,7 @@ import json
 import math
 import resource
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,13 @@ def test_an_artifact_survives_the_round_trip_in_equal_bytes(artifact: Artifact, 
     loaded = load_artifact(path)
     assert loaded == artifact and loaded.to_json() == path.read_text() == make(artifact.schedule).to_json()
     assert plan_from_artifact(loaded, "mine").cut == Cut("score", log_s=-2.0)
+
+
+def test_a_profile_made_before_first_calls_were_told_apart_still_loads(tmp_path: Path) -> None:
+    profile = {name: value for name, value in WORTH["profile"].items() if name != "medium_first_ms"}
+    artifact = Artifact(RULES, DRAFTING.as_dict(), {**WORTH, "profile": profile}, 0, {})
+    loaded = load_artifact(write(tmp_path / "scheduler.json", artifact.to_json()))
+    assert plan_from_artifact(loaded, "mine").cut.profile == replace(COSTLY, medium_first_ms=0.0)
 
 
 def test_verify_accepts_what_treegraft_writes(artifact: Artifact, tmp_path: Path) -> None:
@@ -116,6 +123,7 @@ def test_the_schema_knows_every_signal_and_no_other() -> None:
         ({"cut": {"kind": "worth"}}, "cut.rho is missing"),
         ({"cut": {**WORTH, "profile": {**WORTH["profile"], "machine": 5}}}, "cut.profile.machine is 5"),
         ({"cut": {**WORTH, "profile": {**WORTH["profile"], "round_ms": None}}}, "cut.profile.round_ms is None"),
+        ({"cut": {**WORTH, "profile": {**WORTH["profile"], "medium_first_ms": -1.0}}}, "medium_first_ms is -1.0"),
         ({"cut": {**WORTH, "profile": {**WORTH["profile"], "hour_ms": 1.0}}}, "cut.profile.hour_ms is not known"),
         ({"cut": {**WORTH, "profile": {**WORTH["profile"], "target": {
             **WORTH["profile"]["target"], "context_ms": 10**400}}}}, "cut.profile.target.context_ms is 1000"),

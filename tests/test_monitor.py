@@ -16,7 +16,9 @@ from treegraft.runtime.size import Cut
 
 DRAFTING = Drafting(depth=2, width=2, children=2, budget=6)
 PLAN = Plan("medium", Mask(0b11), DRAFTING, Cut("none"))
-PROFILE = LatencyProfile(Curve((1, 2, 8), (1.0, 1.1, 2.0)), Curve((1, 9), (0.4, 0.7)), medium_step_ms=0.1)
+PROFILE = LatencyProfile(
+    Curve((1, 2, 8), (1.0, 1.1, 2.0)), Curve((1, 9), (0.4, 0.7)), medium_step_ms=0.1, medium_first_ms=0.2
+)
 PROMPT = prompts(4)[3]
 TOKENS = 64
 
@@ -80,6 +82,7 @@ def as_profiled(decoded: Decoded, target: float, medium: float) -> Decoded:
             if tokens:
                 calls += float(PROFILE.medium(tokens + lag, context)) + PROFILE.medium_step_ms
                 lag = 0
+        calls += PROFILE.medium_first_ms if calls else 0.0
         done.ms = {"target": target * float(PROFILE.target(done.kept + 1, context)), "medium": medium * calls}
     return decoded
 

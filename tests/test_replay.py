@@ -70,6 +70,7 @@ def by_hand(answer: Answer, schedule, cut: Cut, profile: LatencyProfile, depth: 
             if count := answer.tokens[position, mask, step]:
                 ms += float(profile.medium(owed + count, context))
                 owed = 0
+        ms += profile.medium_first_ms if answer.tokens[position, mask].any() else 0
         ended = position + accepted == answer.length - 1
         rounds.append({"position": position, "lag": lag, "mask": mask, "kept": kept, "accepted": accepted, "ms": ms,
                        "emitted": accepted if ended else accepted + 1})  # fmt: skip
@@ -162,6 +163,7 @@ def exhaustive(answer: Answer, cut: Cut, profile: LatencyProfile, cuts: bool) ->
                     if count := answer.tokens[position, mask, step]:
                         ms, owed = ms + float(profile.medium(owed + count, context)), 0
                 called = answer.tokens[position, mask].any()
+                ms += profile.medium_first_ms if called else 0
                 left = accepted - min(accepted, answer.q[position, mask]) if called else lag + 1 + accepted
                 best = min(best, ms + go(position + accepted + 1, int(left)))
         return best

@@ -101,7 +101,9 @@ def test_the_worth_of_a_leaf_by_hand() -> None:
             ms += mask.bit_count() * COSTLY.medium_step_ms + (3 - mask.bit_count()) * COSTLY.small_step_ms
             ms += sum(float(COSTLY.medium(c, context)) for c in counts if c)
             if first:
-                ms += float(COSTLY.medium(lag + first, context) - COSTLY.medium(first, context))
+                ms += COSTLY.medium_first_ms + float(
+                    COSTLY.medium(lag + first, context) - COSTLY.medium(first, context)
+                )
             left = accepted - min(accepted, answer.q[t, mask]) if first else lag + 1 + accepted
             debt = float(COSTLY.medium(left + 1, context) - COSTLY.medium(1, context))
             emitted = min(accepted + 1, 11 - t)

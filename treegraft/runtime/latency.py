@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+STEP_TIMES = ("small_step_ms", "medium_step_ms", "medium_first_ms", "round_ms")
+
 
 class ProfileError(ValueError):
     """A latency profile that cannot be read; the message names the file and the field."""
@@ -36,7 +38,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class LatencyProfile:
-    """T_tgt and T_mid of one machine, and the time per step and round that is not inside a forward, all in ms."""
+    """T_tgt and T_mid of one machine, and the time per step and round that is not inside a forward, all in ms.
+
+    `medium` is a call that follows another in its round. A round's first call takes `medium_first_ms` more, since the
+    target's forward has pushed the drafter's weights out of the processor's caches.
+    """
 
     target: Curve
     medium: Curve
@@ -44,6 +50,15 @@ class LatencyProfile:
     medium_step_ms: float = 0.0
     round_ms: float = 0.0
     machine: str = ""
+    medium_first_ms: float = 0.0
+
+    def calls_ms(self, tokens: list[int], lag: int, context: int) -> float:
+        """The forwards of a round's medium calls: `tokens` nodes at each step (0: no call), the first catching up."""
+        called = [count for count in tokens if count]
+        if not called:
+            return 0.0
+        called[0] += lag
+        return float(self.medium(called, context).sum()) + self.medium_first_ms
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +83,7 @@ class LatencyProfile:
             paired = len(curve.tokens) == len(curve.ms) > 0
             if not paired or not _finite((*curve.tokens, *times)) or not np.all(np.diff(curve.tokens) > 0):
                 raise ProfileError(f"{where}: {name} needs increasing tokens with finite times >= 0 ms")
-        for name in ("small_step_ms", "medium_step_ms", "round_ms"):
+        for name in STEP_TIMES:
             if not _finite((getattr(profile, name),)):
                 raise ProfileError(f"{where}: {name} needs a finite time >= 0 ms")
         return profile

@@ -2,6 +2,8 @@
 
 import platform
 import random
+from dataclasses import replace
+from itertools import pairwise
 from statistics import mean, median
 from time import perf_counter
 
@@ -18,9 +20,9 @@ from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import Paths
 
 CONTEXTS = (32, 256, 768)  # tokens in the cache before a forward
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # nodes in a forward
+SIZES = (1, 2, 4, 8, 16, 24, 32, 64)  # nodes in a forward
 PROMPTS = (64, 256, 768)  # tokens processed at once on an empty cache
-REPEATS = 3
+REPEATS = 5
 
 
 def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: Drafting) -> LatencyProfile:
@@ -28,20 +30,22 @@ def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: D
 
     `prompt` is decoded with either drafter to time what a step and a round cost outside the forwards.
     """
-    curves = dict(zip(("target", "medium"), _curves([target, medium])))
+    target_curve, medium_curve, first_ms = _curves(target, medium)
     decoded = {}
     for name, bits in (("small", 0), ("medium", (1 << drafting.depth) - 1)):
         plan = Plan(name, Mask(bits), drafting, Cut("score", log_s=-2.5))
         decoded[name] = decode(target, medium, prompt, plan, max_new_tokens=32)
     small, called = decoded["small"], decoded["medium"]
     steps = max(1, drafting.depth)
-    return LatencyProfile(
-        **curves,
+    profile = LatencyProfile(
+        target_curve,
+        medium_curve,
+        medium_first_ms=first_ms,
         small_step_ms=round(mean(r.ms["small"] / steps for r in small.rounds), 4) if small.rounds else 0.0,
-        medium_step_ms=_medium_step_ms(called, curves["target"], curves["medium"], len(prompt), steps),
         round_ms=round(median([r.ms["tree"] + r.ms["rest"] for r in small.rounds]), 4) if small.rounds else 0.0,
         machine=f"{platform.machine()}, {target.device.type}, {torch.get_num_threads()} threads, {target.lm.dtype}",
     )
+    return replace(profile, medium_step_ms=_medium_step_ms(called, profile, len(prompt)))
 
 
 def call_ms(model: Model, nodes: int = 4, context: int = 256) -> float:
@@ -51,7 +55,7 @@ def call_ms(model: Model, nodes: int = 4, context: int = 256) -> float:
     return median(runner.run(nodes) for _ in range(9))
 
 
-def _medium_step_ms(decoded: Decoded, target: Curve, medium: Curve, prompt_length: int, steps: int) -> float:
+def _medium_step_ms(decoded: Decoded, profile: LatencyProfile, prompt_length: int) -> float:
     """The part of a medium step that is not its forward.
 
     It is a small difference of large times, and the machine may have changed its pace since the curves were measured:
@@ -59,35 +63,47 @@ def _medium_step_ms(decoded: Decoded, target: Curve, medium: Curve, prompt_lengt
     """
     rests = []
     for done in decoded.rounds:
-        context, lag, forwards = prompt_length + done.position, done.lag, 0.0
-        for tokens in done.tokens:
-            forwards += float(medium(tokens + lag, context)) if tokens else 0.0
-            lag = 0 if tokens else lag
-        pace = done.ms["target"] / float(target(done.kept + 1, context))
-        rests.append((done.ms["medium"] / pace - forwards) / steps)
+        context = prompt_length + done.position
+        pace = done.ms["target"] / float(profile.target(done.kept + 1, context))
+        calls = profile.calls_ms(done.tokens, done.lag, context)
+        rests.append((done.ms["medium"] / pace - calls) / max(1, len(done.tokens)))
     return round(max(0.0, median(rests)), 4) if rests else 0.0
 
 
-def _curves(models: list[Model]) -> list[Curve]:
-    """A fitted curve for each model; measurements of all models and sizes run in one shuffled order."""
+def _curves(target: Model, medium: Model) -> tuple[Curve, Curve, float]:
+    """Both models' fitted curves, and what a round's first medium call takes more than a later one, in ms.
+
+    All sizes and contexts run in one shuffled order, each between two one-token forwards of the target: they give the
+    machine's pace, which may change while it is measured, and leave the medium drafter's weights as cold as a round
+    finds them. A later call is the same one again.
+    """
     jobs = []
-    for i, model in enumerate(models):
+    for i, model in enumerate((target, medium)):
         room = model.context - max(SIZES)
         jobs += [(i, context, size) for context in CONTEXTS if context <= room for size in SIZES]
         jobs += [(i, 0, size) for size in PROMPTS if size <= room]
     shuffled = jobs * REPEATS
     random.Random(0).shuffle(shuffled)
-    runners = {(i, context): _Runner(models[i], context) for i, context, _ in jobs}
+    runners = {(i, context): _Runner((target, medium)[i], context) for i, context, _ in jobs}
     for i, context, size in jobs:  # warm up every shape once
         runners[i, context].run(size)
-    times: dict[tuple[int, int, int], list[float]] = {job: [] for job in jobs}
+    one_token = runners[0, CONTEXTS[0]]
+    between, runs = [one_token.run(1)], []
     for i, context, size in shuffled:
-        times[i, context, size].append(runners[i, context].run(size))
+        runs.append([runners[i, context].run(size) for _ in range(1 + i)])
+        between.append(one_token.run(1))
+    times: dict[tuple[int, int, int], list[float]] = {job: [] for job in jobs}
+    extra = []
+    for (i, context, size), ms, pace in zip(shuffled, runs, map(mean, pairwise(between)), strict=True):
+        steady = median(between) / pace
+        times[i, context, size].append(ms[-1] * steady)
+        if i and context:
+            extra.append((ms[0] - ms[-1]) * steady)
     curves = []
-    for i in range(len(models)):
+    for i in range(2):
         mine = [(size, context, median(ms)) for (which, context, size), ms in times.items() if which == i]
         curves.append(fit_curve(*np.array(mine, dtype=np.float64).T))
-    return curves
+    return curves[0], curves[1], round(max(0.0, median(extra)), 4)
 
 
 class _Runner:

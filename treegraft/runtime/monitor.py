@@ -75,12 +75,11 @@ def measure_drift(decoded: Decoded, plan: Plan, prompt_length: int) -> float | N
         return None
     targets, mediums = [], []
     for done in decoded.rounds[:FIRST_ROUNDS]:
-        context, lag, expected = prompt_length + done.position, done.lag, 0.0
+        context = prompt_length + done.position
         targets.append(done.ms["target"] / max(float(profile.target(done.kept + 1, context)), 1e-9))
-        for tokens in done.tokens:
-            expected += float(profile.medium(tokens + lag, context)) + profile.medium_step_ms if tokens else 0.0
-            lag = 0 if tokens else lag
+        expected = profile.calls_ms(done.tokens, done.lag, context)
         if expected:
+            expected += profile.medium_step_ms * sum(map(bool, done.tokens))
             mediums.append(done.ms["medium"] / expected)
     if len(mediums) < LEAST_CALLS or not median(mediums):
         return None

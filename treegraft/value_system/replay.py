@@ -121,6 +121,7 @@ def _drafting_ms(
     called = tokens > 0
     calls = called.sum(axis=1)
     medium_ms = np.where(called, profile.medium(tokens, log.context[rows][:, None]), 0.0).sum(axis=1)
+    medium_ms += (calls > 0) * profile.medium_first_ms
     medium_steps = np.bitwise_count(masks)
     steps_ms = medium_steps * profile.medium_step_ms + (log.depth - medium_steps) * profile.small_step_ms
     first = np.where(calls > 0, tokens[np.arange(len(rows)), called.argmax(axis=1)], 0)
