@@ -49,11 +49,12 @@ def test_an_artifact_survives_the_round_trip_in_equal_bytes(artifact: Artifact, 
     assert plan_from_artifact(loaded, "mine").cut == Cut("score", log_s=-2.0)
 
 
-def test_a_profile_made_before_first_calls_were_told_apart_still_loads(tmp_path: Path) -> None:
-    profile = {name: value for name, value in WORTH["profile"].items() if name != "medium_first_ms"}
+def test_an_artifact_made_before_profiles_told_first_calls_and_decisions_apart_still_loads(tmp_path: Path) -> None:
+    later = {"medium_first_ms": 0.0, "decision_ms": 0.0}
+    profile = {name: value for name, value in WORTH["profile"].items() if name not in later}
     artifact = Artifact(RULES, DRAFTING.as_dict(), {**WORTH, "profile": profile}, 0, {})
     loaded = load_artifact(write(tmp_path / "scheduler.json", artifact.to_json()))
-    assert plan_from_artifact(loaded, "mine").cut.profile == replace(COSTLY, medium_first_ms=0.0)
+    assert plan_from_artifact(loaded, "mine").cut.profile == replace(COSTLY, **later)
 
 
 def test_verify_accepts_what_treegraft_writes(artifact: Artifact, tmp_path: Path) -> None:

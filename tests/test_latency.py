@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treegraft.runtime.latency import Curve, LatencyProfile, ProfileError, fit_curve
+from treegraft.runtime.latency import STEP_TIMES, Curve, LatencyProfile, ProfileError, fit_curve
 
 TRUE = Curve((1, 2, 4, 8, 16, 32), (10.0, 11.0, 11.5, 16.0, 30.0, 55.0), 0.01, 0.0005)
-PROFILE = LatencyProfile(TRUE, Curve((1, 9), (4.0, 6.5)), 0.1, 0.2, 0.3, "somewhere", 0.4)
+PROFILE = LatencyProfile(TRUE, Curve((1, 9), (4.0, 6.5)), 0.1, 0.2, 0.3, "somewhere", 0.4, 0.5)
 
 
 def measured(noise: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ def test_the_what_if_profile_costs_one_a_round_and_r_a_call() -> None:
     assumed = LatencyProfile.what_if(0.6)
     assert assumed.target([1, 60], [0, 900]).tolist() == [1.0, 1.0]
     assert assumed.medium([1, 60], [0, 900]).tolist() == [0.6, 0.6]
-    assert (assumed.small_step_ms, assumed.medium_step_ms, assumed.medium_first_ms, assumed.round_ms) == (0, 0, 0, 0)
+    assert {getattr(assumed, name) for name in STEP_TIMES} == {0}
 
 
 def test_a_rounds_calls_catch_up_once_and_find_cold_weights_once() -> None:
@@ -106,6 +106,7 @@ CURVE = {"tokens": [1, 2], "ms": [1.0, 2.0], "context_ms": 0.0, "context_token_m
         (changed(round_ms=-1.0), "round_ms"),
         (changed(medium_step_ms=float("nan")), "medium_step_ms"),
         (changed(medium_first_ms=-0.1), "medium_first_ms"),
+        (changed(decision_ms=None), "decision_ms"),
     ],
 )
 def test_a_damaged_profile_is_refused_with_its_file_and_the_fault(tmp_path: Path, content: str, named: str) -> None:

@@ -1,13 +1,13 @@
 """Latency profiles: what a target forward and a medium call cost, by tokens and context, in ms (spec section 6)."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-STEP_TIMES = ("small_step_ms", "medium_step_ms", "medium_first_ms", "round_ms")
+STEP_TIMES = ("small_step_ms", "medium_step_ms", "round_ms", "medium_first_ms", "decision_ms")
 
 
 class ProfileError(ValueError):
@@ -41,7 +41,8 @@ class LatencyProfile:
     """T_tgt and T_mid of one machine, and the time per step and round that is not inside a forward, all in ms.
 
     `medium` is a call that follows another in its round. A round's first call takes `medium_first_ms` more, since the
-    target's forward has pushed the drafter's weights out of the processor's caches.
+    target's forward has pushed the drafter's weights out of the processor's caches. `decision_ms` is what a step takes
+    more where its drafter is decided by signals.
     """
 
     target: Curve
@@ -51,6 +52,11 @@ class LatencyProfile:
     round_ms: float = 0.0
     machine: str = ""
     medium_first_ms: float = 0.0
+    decision_ms: float = 0.0
+
+    def deciding(self, depth: int) -> "LatencyProfile":
+        """This profile for a schedule that reads signals: the `depth` decisions of a round are part of its round_ms."""
+        return replace(self, round_ms=self.round_ms + depth * self.decision_ms)
 
     def calls_ms(self, tokens: list[int], lag: int, context: int) -> float:
         """The forwards of a round's medium calls: `tokens` nodes at each step (0: no call), the first catching up."""

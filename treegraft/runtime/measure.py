@@ -15,7 +15,8 @@ from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.forward import TreeForward
 from treegraft.runtime.latency import Curve, LatencyProfile, fit_curve
 from treegraft.runtime.models import Model
-from treegraft.runtime.scheduler import Mask
+from treegraft.runtime.scheduler import Mask, Rules, Schedule
+from treegraft.runtime.signals import RELEASE
 from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import Paths
 
@@ -28,19 +29,22 @@ REPEATS = 5
 def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: Drafting) -> LatencyProfile:
     """Time both models over tokens and contexts, interleaved, and fit their curves to the medians.
 
-    `prompt` is decoded with either drafter to time what a step and a round cost outside the forwards.
+    `prompt` is decoded with either drafter to time what a step and a round cost outside the forwards, and with the
+    small one by a schedule that reads the release's signals, to time its decisions.
     """
     target_curve, medium_curve, first_ms = _curves(target, medium)
-    decoded = {}
-    for name, bits in (("small", 0), ("medium", (1 << drafting.depth) - 1)):
-        plan = Plan(name, Mask(bits), drafting, Cut("score", log_s=-2.5))
-        decoded[name] = decode(target, medium, prompt, plan, max_new_tokens=32)
-    small, called = decoded["small"], decoded["medium"]
+    schedules: list[Schedule] = [Mask(0), Mask((1 << drafting.depth) - 1), Rules((), tuple(RELEASE))]
+    small, called, deciding = (
+        decode(target, medium, prompt, Plan("measured", schedule, drafting, Cut("score", log_s=-2.5)), 32)
+        for schedule in schedules
+    )
     steps = max(1, drafting.depth)
+    decisions_ms = [sum(r.ms["signals"] for r in decoded.rounds) for decoded in (small, deciding)]
     profile = LatencyProfile(
         target_curve,
         medium_curve,
         medium_first_ms=first_ms,
+        decision_ms=round(max(0.0, decisions_ms[1] - decisions_ms[0]) / max(1, len(small.rounds) * steps), 4),
         small_step_ms=round(mean(r.ms["small"] / steps for r in small.rounds), 4) if small.rounds else 0.0,
         round_ms=round(median([r.ms["tree"] + r.ms["rest"] for r in small.rounds]), 4) if small.rounds else 0.0,
         machine=f"{platform.machine()}, {target.device.type}, {torch.get_num_threads()} threads, {target.lm.dtype}",

@@ -291,10 +291,10 @@ def _check_cut(cut: Field) -> None:
     if kind == "worth":
         cut["rho"].number(low=1e-12, high=1e12)
         profile, extras = cut["profile"], ("small_step_ms", "medium_step_ms", "round_ms")
-        later = "medium_first_ms"  # absent from artifacts made before profiles had it
-        profile.only("target", "medium", "machine", later, *extras)
+        later = ("medium_first_ms", "decision_ms")  # absent from artifacts made before profiles had them
+        profile.only("target", "medium", "machine", *extras, *later)
         profile["machine"].text()
-        for name in (*extras, later) if later in profile.fields() else extras:
+        for name in (*extras, *(name for name in later if name in profile.fields())):
             profile[name].number(low=0)
         for role in ("target", "medium"):
             curve, slopes = profile[role], ("context_ms", "context_token_ms")

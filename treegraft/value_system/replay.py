@@ -290,6 +290,8 @@ def _run(
 ) -> Replay:
     """Advance the answers `lanes` (n,), which may repeat, in lockstep; `decide` gets signals only where it `reads`."""
     check_drafting(log, drafting)
+    if reads:
+        profile = profile.deciding(log.depth)
     answers = [log.answers[lane] for lane in lanes]
     tokens = np.array([answer.length for answer in answers])
     prompt = np.array([answer.prompt_length for answer in answers])

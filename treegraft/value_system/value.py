@@ -250,8 +250,9 @@ class ValueModel(BaseEstimator):
             states, masks = states_of(log, run), np.full(len(log.position), mask)
         else:
             rho, states, masks = start.rho_, start.states_, start.masks(log, start.states_)
+        deciding = profile.deciding(drafting.depth)
         for _ in range(TURNS if start is None else 1):
-            leaves = all_leaves(log, Cut("worth", rho, profile), profile)
+            leaves = all_leaves(log, Cut("worth", rho, profile), deciding)
             worth = leaf_worth(log, leaves, states, masks, rho, profile)
             self.models_ = {}
             backward(log, worth, partial(self._fit_step, log, states))
@@ -566,7 +567,7 @@ def _calibration(
         states = states_of(log, replay(log, model, cut, profile, drafting))
         predicted = model.margins(log, states)
         decisions = [margin > 0 for margin in predicted]
-        leaves = all_leaves(log, cut, profile)
+        leaves = all_leaves(log, cut, profile.deciding(drafting.depth))
         worth = leaf_worth(log, leaves, states, path(decisions)[-1], model.rho_, profile)
         realised = backward(log, worth, lambda step, _, own=decisions: own[step - 1])  # type: ignore[misc]
         rows = np.arange(len(log.position))
