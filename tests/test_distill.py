@@ -10,6 +10,7 @@ import pytest
 from log_fixture import PLANTED, PLANTED_PROFILE, planted_log, random_log, write_log
 
 from treegraft.data.log import LogError
+from treegraft.distill import distill as distilling
 from treegraft.distill.distill import distill, learn
 from treegraft.distill.examples import Examples, midpoint
 from treegraft.distill.rules import RulesStudent, sentences
@@ -69,6 +70,25 @@ def test_signals_that_say_nothing_leave_the_best_mask(tmp_path: Path) -> None:
     assert report["ships"] == "best mask" and artifact.schedule == Mask(0b01) and artifact.fallback == 0b01
     assert "as no learned schedule beats it" in report["summary"]
     assert artifact.expected["overall"]["best mask"] == {"gain": 1.0, "interval": [1.0, 1.0]}
+
+
+def test_a_student_that_went_astray_on_the_whole_log_gives_way_to_the_best_mask(
+    value: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = TreeModel((-1,), (0.0,), (-1,), (-1,), (-1.0,), ())
+
+    def astray(kind, log, *rest):  # type: ignore[no-untyped-def]
+        return never if len(log.answers) == len(planted_log(0)) else learn(kind, log, *rest)
+
+    monkeypatch.setattr(distilling, "learn", astray)
+    report = distill(value, tmp_path / "scheduler.json")
+    artifact = verify(tmp_path / "scheduler.json")
+    assert report["ships"] == "best mask" and artifact.schedule == Mask(0b01)
+    assert all(judged["interval"][0] > 1 for judged in report["over_best_mask"].values())
+    assert "the mask 0b01, as what was learned from all prompts is slower than it there" in report["summary"]
+    assert artifact.expected["overall"]["best mask"] == {"gain": 1.0, "interval": [1.0, 1.0]}
+    distill(value, tmp_path / "tree.json", kind="tree")  # asked for by name, it ships as it is
+    assert load_artifact(tmp_path / "tree.json").schedule == never
 
 
 def test_an_artifact_is_the_same_again(value: Path, tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
     """Write the artifact and return a report; its "summary" says in words what ships and why.
 
     kind "rules" or "tree" ships that student. "auto" ships the better of the two, or the best fixed mask where that one
-    does not beat it beyond noise. Raises FitError for a value folder that cannot be used.
+    does not beat it beyond noise, or is slower on the whole log. Raises FitError for a value folder that cannot be
+    used.
     """
     if kind not in KINDS:
         raise ValueError(f"--kind {kind!r}: give one of {', '.join(KINDS)}")
@@ -78,9 +79,15 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
     chosen = max(wanted, key=lambda name: judged[name]["gain"])
     fallback = best_mask(log, profile, drafting)
     better = judged[chosen]["interval"][0] > 1
-    ships = chosen if better or kind != "auto" else "best mask"
-    schedule = Mask(fallback) if ships == "best mask" else learn(chosen, log, value.model, profile, drafting)
-    rho, run = fixed_point(log, schedule, profile, drafting)
+    by_hand = fixed_point(log, Mask(fallback), profile, drafting)
+    schedule: Schedule = Mask(fallback)
+    ships, (rho, run) = "best mask", by_hand
+    if better or kind != "auto":
+        student = learn(chosen, log, value.model, profile, drafting)
+        learned = fixed_point(log, student, profile, drafting)
+        # The folds' students won, but this one may still have gone astray: what ships is never slower than by hand.
+        if learned[0] >= by_hand[0] or kind != "auto":
+            ships, schedule, (rho, run) = chosen, student, learned
 
     baselines = [AUTOREGRESSIVE.name, "small", "medium", "best mask"]
     expected = {
@@ -178,9 +185,11 @@ def _summary(report: dict[str, Any], schedule: Schedule, out_path: Path, depth: 
     lines = []
     if isinstance(schedule, Mask):
         tried = "; ".join(f"{name} {words(found)}" for name, found in report["over_best_mask"].items())
-        lines.append(
-            f"{out_path}: the mask {mask}, as no learned schedule beats it beyond noise on held-out prompts: {tried}."
-        )
+        why = (
+            "what was learned from all prompts is slower than it there, though on held-out prompts" if better
+            else "no learned schedule beats it beyond noise on held-out prompts"
+        )  # fmt: skip
+        lines.append(f"{out_path}: the mask {mask}, as {why}: {tried}.")
     else:
         size = (
             f"{sum(len(rule.conditions) for rule in schedule.rules)} conditions" if isinstance(schedule, Rules)
