@@ -74,19 +74,26 @@ def test_states_inside_a_round_are_those_had_it_stopped_there() -> None:
     starts = np.zeros(len(log.position), bool)
     starts[log.first[run.trace["answer"]] + run.trace["position"]] = True
     assert np.array_equal(states.weight, np.where(log.remaining > 3, np.where(starts, 1.0, 0.2), 0.0))
-    assert states.later == 1.0  # every round calls, so a call follows every round but an answer's last
+    last = np.zeros(len(log.answers), int)
+    np.maximum.at(last, run.trace["answer"], run.trace["position"])
+    # Every round calls, so a call follows every round but an answer's last.
+    assert np.array_equal(states.later, log.position < last[log.answer])
 
 
-def test_the_chance_of_a_later_call_is_counted_on_policy() -> None:
+def test_whether_a_call_follows_is_counted_on_policy() -> None:
     log = flatten(random_log(0, (40, 25)))
-    assert states_of(log, replay(log, Mask(0), CUT, COSTLY, DRAFTING)).later == 0.0
+    assert not states_of(log, replay(log, Mask(0), CUT, COSTLY, DRAFTING)).later.any()
+    run = replay(log, BEST, CUT, COSTLY, DRAFTING)
+    called = [run.trace["position"][(run.trace["answer"] == i) & (run.trace["mask"] > 0)].max() for i in range(2)]
+    assert 0 < min(called) and max(called) < 39
+    assert np.array_equal(states_of(log, run).later, log.position < np.array(called)[log.answer])
 
 
 def test_the_worth_of_a_leaf_by_hand() -> None:
     log, rho = flatten(random_log(1, (12,))), 0.08
     run = replay(log, Mask(0b001), CUT, COSTLY, DRAFTING)
     states = states_of(log, run)
-    states.later = 0.4
+    states.later[:] = 0.4
     leaves = all_leaves(log, CUT, COSTLY)
     masks = np.arange(11) % 8
     worth = leaf_worth(log, leaves, states, masks, rho, COSTLY)

@@ -71,14 +71,14 @@ class States:
     """The trajectory state at every position, also those where the replay started no round.
 
     At a position inside a round it is the state had that round stopped there. `lag` (R,) in tokens, `values`
-    (R, trajectory signals), `weight` (R,) of the position in a fit; `later` is the share of rounds that a call follows
-    in the same answer.
+    (R, trajectory signals), `weight` (R,) of the position in a fit; `later` (R,) is 1 where a later round of the answer
+    calls, else 0.
     """
 
     lag: np.ndarray
     values: np.ndarray
     weight: np.ndarray
-    later: float
+    later: np.ndarray
 
 
 def states_of(log: Positions, run: Replay) -> States:
@@ -91,12 +91,12 @@ def states_of(log: Positions, run: Replay) -> States:
     weight = np.full(len(log.position), INSIDE)
     lags = np.zeros(len(log.position), dtype=int)
     values = np.zeros((len(log.position), len(TRAJECTORY)))
-    followed: list[bool] = []
+    later = np.zeros(len(log.position))
     called = np.asarray(run.trace["tokens"].any(axis=1))
     for index, first in enumerate(log.first):
         mine = np.flatnonzero(run.trace["answer"] == index)
         calls = called[mine].tolist()
-        followed += [any(calls[i + 1 :]) for i in range(len(calls) - 1)]
+        last_call = max((i for i, call in enumerate(calls) if call), default=-1)
         recent = np.zeros((1, 4), dtype=int)
         rounds = zip(*(run.trace[name][mine].tolist() for name in ("position", "lag", "accepted", "q")), calls)
         for done, (position, lag, accepted, q, call) in enumerate(rounds):
@@ -110,9 +110,10 @@ def states_of(log: Positions, run: Replay) -> States:
             values[here] = trajectory(
                 lags[here], np.concatenate([recent, past]), np.append(done, np.full(len(stops), done + 1))
             )
+            later[here] = done < last_call
             weight[row] = 1.0
             recent = np.column_stack([accepted, recent[:, :-1]])
-    return States(lags, values, weight * (log.remaining > log.depth), float(np.mean(followed)) if followed else 0.0)
+    return States(lags, values, weight * (log.remaining > log.depth), later)
 
 
 def leaf_worth(
@@ -128,7 +129,7 @@ def leaf_worth(
     debt = np.where(ends, 0.0, lag_ms(profile, left, 1, context))
     rows = np.arange(len(log.position))[:, None]
     after = np.where(ends, 0.0, onward(log, leaves, masks, rho)[np.where(ends, 0, rows + landing)])
-    return np.where(log.possible, leaves.emitted - rho * (ms + states.later * debt) + after, np.nan)
+    return np.where(log.possible, leaves.emitted - rho * (ms + states.later[:, None] * debt) + after, np.nan)
 
 
 def onward(log: Positions, leaves: Leaves, masks: np.ndarray, rho: float) -> np.ndarray:
