@@ -14,7 +14,7 @@ import cProfile
 import pstats
 import random
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from time import process_time
@@ -65,8 +65,10 @@ def main(
     counts = count_forwards(models)
     drafting = Drafting()
     wanted = read_prompts(prompts or shipped("train"), limit)
-    spent: Counter[str] = Counter()
-    forwards: dict[str, Counter[str]] = {name: Counter() for name in ("separate", "collector", "all-medium")}
+    spent: dict[str, float] = defaultdict(float)
+    forwards: dict[str, dict[str, float]] = {
+        name: defaultdict(float) for name in ("separate", "collector", "all-medium")
+    }
     generator = random.Random(0)
 
     def measure(name: str, work: Callable[[], Any], times: float = 1.0) -> None:
@@ -75,7 +77,7 @@ def main(
         work()
         spent[name] += (process_time() - start) * times
         for key, count in counts.items():
-            forwards[name][key] += count * times  # type: ignore[assignment]
+            forwards[name][key] += count * times
 
     def by_mask(prompt: Prompt, mask: int) -> None:
         conversation = Conversation(prompt, pair[0].tokenizer)
@@ -86,7 +88,7 @@ def main(
     every = (1 << drafting.depth) - 1
     by_mask(wanted[0], every)  # the first forwards of a process are slower
     with tempfile.TemporaryDirectory() as folder:
-        work = {"drafting": drafting, "sampling": Sampling(), "max_new_tokens": max_new_tokens}
+        work: dict[str, Any] = {"drafting": drafting, "sampling": Sampling(), "max_new_tokens": max_new_tokens}
         for index, prompt in enumerate(wanted):
             measure("all-medium", lambda: by_mask(prompt, every))  # noqa: B023
             measure("collector", lambda: collect(*pair, wanted[: index + 1], Path(folder, "log"), **work))  # noqa: B023
@@ -113,7 +115,7 @@ def count_forwards(models: dict[str, Model]) -> Counter[str]:
 
 
 def report(
-    manifest: dict[str, Any], drafting: Drafting, spent: Counter[str], forwards: dict[str, Counter[str]]
+    manifest: dict[str, Any], drafting: Drafting, spent: dict[str, float], forwards: dict[str, dict[str, float]]
 ) -> None:
     positions = sum(part["leaves"]["rows"] for part in manifest["parts"]) >> drafting.depth
     size = sum(part[table]["bytes"] for part in manifest["parts"] for table in log.TABLES)

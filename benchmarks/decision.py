@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import lightgbm
 import numpy as np
@@ -64,7 +65,7 @@ def main(path: Path) -> None:
     x = np.array([list(row.values()) for row in rows], dtype=float)
     tree = artifact.schedule if isinstance(artifact.schedule, TreeModel) else None
     y = np.array([tree.margin(row) if tree else float(v["invoke"]) for row, v in zip(rows, vectors)])
-    settings = {"min_child_samples": 2, "verbose": -1, "n_jobs": 1}
+    settings: dict[str, Any] = {"min_child_samples": 2, "verbose": -1, "n_jobs": 1}
     boosted = lightgbm.LGBMRegressor(n_estimators=100, **settings).fit(x, y).booster_
     single = DecisionTreeRegressor(max_leaf_nodes=64).fit(x, y)
     options = onnxruntime.SessionOptions()

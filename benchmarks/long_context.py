@@ -47,6 +47,7 @@ def main(
     tokenizer = models[0].tokenizer
     words = [token for prompt in read_prompts(prompts) for token in Conversation(prompt, tokenizer).ids(0)]
     plans = [make_plan(name, Drafting(), Cut("score", log_s=-2.5)) for name in schedule]
+    ways: list[Plan | Rival] = [GENERATE, *plans]
     order = random.Random(0)
     for plan in plans:
         decode(*models, words[:16], plan, 4)  # warm up
@@ -54,7 +55,7 @@ def main(
     for length in context:
         runs: dict[str, list[tuple[float, float, float]]] = {}
         for _ in range(repeats):
-            for way in order.sample([GENERATE, *plans], len(plans) + 1):
+            for way in order.sample(ways, len(ways)):
                 runs.setdefault(way.name, []).append(_run(models, words[:length], way, max_new_tokens))
         medians = {name: [median(column) for column in zip(*found)] for name, found in runs.items()}
         theirs = medians[GENERATE.name]
@@ -75,7 +76,7 @@ def _run(models: Any, ids: list[int], way: Plan | Rival, count: int) -> tuple[fl
         layers = held.layers
     else:
         held = PromptCache(*models)
-        decoded = decode(*models, ids, way, count, cache=held)
+        decoded = decode(models[0], models[1], ids, way, count, cache=held)
         tokens, ms, first = decoded.tokens, decoded.total_ms, decoded.first_token_ms
         layers = [layer for forward in (held.verifier, held.drafter.forward) for layer in forward.cache.layers]
     buffers = [buffer for layer in layers if layer.is_initialized for buffer in (layer.keys, layer.values)]

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import typer
 
-from treegraft.data.log import DECISIONS, LEAVES, TABLES, read_manifest, write_manifest, write_part
+from treegraft.data.log import DECISIONS, LEAVES, TABLES, as_file, read_manifest, write_manifest, write_part
 from treegraft.runtime.signals import SIGNALS
 
 
@@ -61,10 +61,13 @@ def repeat(log: Path, folder: Path, points: int) -> None:
         round_ = number // len(files)
         part, copy = own[round_ % len(own)], round_ // len(own)
         name = f"{part['prompt']}~{copy}"
-        tables = [pq.read_table(log / part[table]["file"]) for table in TABLES]
-        made = [jittered(table, schema, name, generator) for table, schema in zip(tables, (DECISIONS, LEAVES))]
+        tables = {table: pq.read_table(log / part[table]["file"]) for table in TABLES}
+        made = {
+            table: as_file(jittered(tables[table], schema, name, generator))
+            for table, schema in zip(TABLES, (DECISIONS, LEAVES))
+        }
         manifest["parts"].append({**part, "prompt": name, **write_part(folder, number, made)})
-        rows, number = rows + len(tables[0]), number + 1
+        rows, number = rows + made[TABLES[0]][0], number + 1
     write_manifest(folder, manifest)
 
 

@@ -1,5 +1,6 @@
 """A latency profile is of the machine at one pace, though its pace changes while it is measured."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,3 +51,9 @@ def test_a_profile_of_real_models_is_monotone_and_positive(pair) -> None:  # typ
     for curve in (profile.target, profile.medium):
         assert (curve(sizes, 100) > 0).all() and (np.diff(curve(sizes, 100)) >= 0).all()
     assert profile.round_ms > 0 and profile.small_step_ms > 0 and profile.medium_first_ms >= 0
+
+
+def test_a_context_too_short_to_be_measured_is_named(pair) -> None:  # type: ignore[no-untyped-def]
+    target, medium = pair("llama")
+    with pytest.raises(ValueError, match=r"short: its context of 64 tokens .* takes 96"):
+        measure.measure_profile(target, replace(medium, name="short", context=64), list(range(3, 40)), Drafting())

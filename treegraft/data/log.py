@@ -188,12 +188,15 @@ Tables = dict[str, tuple[int, bytes]]  # of one part, by table: rows and Parquet
 
 def encode(decisions: list[dict], leaves: list[dict]) -> Tables:
     """A prompt's rows as the two tables' files; raises ValueError where a value does not fit its column."""
-    tables: Tables = {}
-    for name, rows, schema in zip(TABLES, (decisions, leaves), (DECISIONS, LEAVES), strict=True):
-        table, file = pa.Table.from_pylist(rows, schema=schema), pa.BufferOutputStream()
-        pq.write_table(table, file, use_dictionary=_repeating(schema), compression="zstd", compression_level=9)
-        tables[name] = len(table), file.getvalue().to_pybytes()
-    return tables
+    made = zip(TABLES, (decisions, leaves), (DECISIONS, LEAVES), strict=True)
+    return {name: as_file(pa.Table.from_pylist(rows, schema=schema)) for name, rows, schema in made}
+
+
+def as_file(table: pa.Table) -> tuple[int, bytes]:
+    """A table's rows, and the Parquet file of it."""
+    file = pa.BufferOutputStream()
+    pq.write_table(table, file, use_dictionary=_repeating(table.schema), compression="zstd", compression_level=9)
+    return len(table), file.getvalue().to_pybytes()
 
 
 def _repeating(schema: pa.Schema) -> list[str]:

@@ -82,7 +82,12 @@ def _curves(target: Model, medium: Model) -> tuple[Curve, Curve, float]:
     finds them. A later call is the same one again.
     """
     jobs = []
+    least = CONTEXTS[0] + max(SIZES)
     for i, model in enumerate((target, medium)):
+        if model.context < least:
+            raise ValueError(
+                f"{model.name}: its context of {model.context} tokens is too short to be measured, which takes {least}"
+            )
         room = model.context - max(SIZES)
         jobs += [(i, context, size) for context in CONTEXTS if context <= room for size in SIZES]
         jobs += [(i, 0, size) for size in PROMPTS if size <= room]
@@ -98,8 +103,9 @@ def _curves(target: Model, medium: Model) -> tuple[Curve, Curve, float]:
         between.append(one_token.run(1))
     times: dict[tuple[int, int, int], list[float]] = {job: [] for job in jobs}
     extra = []
+    usual = median(between)
     for (i, context, size), ms, pace in zip(shuffled, runs, map(mean, pairwise(between)), strict=True):
-        steady = median(between) / pace
+        steady = usual / pace
         times[i, context, size].append(ms[-1] * steady)
         if i and context:
             extra.append((ms[0] - ms[-1]) * steady)
