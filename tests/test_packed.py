@@ -12,7 +12,9 @@ from treegraft.runtime import packed
 @pytest.mark.parametrize("dtype", packed.LEAST_ROWS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, 70])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_layer_gives_the_plain_product(dtype, rows, bias):
+@pytest.mark.parametrize("least", [1, 4])
+def test_a_packed_layer_gives_the_plain_product(monkeypatch, dtype, rows, bias, least):
+    monkeypatch.setitem(packed.LEAST_ROWS, dtype, least)
     torch.manual_seed(0)
     plain = nn.Linear(48, 80, bias=bias, dtype=dtype).requires_grad_(False)
     inputs = torch.randn(1, rows, 48, dtype=dtype)
@@ -39,3 +41,17 @@ def test_only_what_gains_is_packed(monkeypatch):
     monkeypatch.setattr(packed, "MOST_BYTES", 8 * 8 * 4)
     packed.pack_linears(lm)
     assert [type(module) for module in lm] == [packed.PackedLinear, nn.Linear, nn.LayerNorm]
+
+
+@pytest.mark.parametrize(("processor", "elsewhere"), [("vendor_id : GenuineIntel", False), ("AuthenticAMD", True)])
+def test_mkl_is_at_home_on_one_makers_processors(monkeypatch, tmp_path, processor, elsewhere):
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(packed, "Path", lambda _: cpuinfo)
+    monkeypatch.setattr(packed.platform, "processor", lambda: processor)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert packed.mkl_elsewhere() == elsewhere
+    cpuinfo.write_text(processor)
+    monkeypatch.setattr(packed.platform, "processor", lambda: "")
+    assert packed.mkl_elsewhere() == elsewhere
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not packed.mkl_elsewhere()
