@@ -15,7 +15,7 @@ from treegraft.runtime.signals import LOGGED, SIGNALS
 # Everything costs something: tokens, context, lag, steps and rounds.
 COSTLY = LatencyProfile(
     Curve((1, 4, 12), (10.0, 12.0, 19.0), 0.01, 0.001), Curve((1, 6), (3.0, 5.0), 0.002, 0.0005), 0.2, 0.4, 0.7,
-    medium_first_ms=0.9, decision_ms=0.15,
+    medium_first_ms=0.9, decision_ms=0.15, uncertainty_ms=0.6,
 )  # fmt: skip
 
 

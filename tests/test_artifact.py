@@ -50,7 +50,7 @@ def test_an_artifact_survives_the_round_trip_in_equal_bytes(artifact: Artifact, 
 
 
 def test_an_artifact_made_before_profiles_told_first_calls_and_decisions_apart_still_loads(tmp_path: Path) -> None:
-    later = {"medium_first_ms": 0.0, "decision_ms": 0.0}
+    later = {"medium_first_ms": 0.0, "decision_ms": 0.0, "uncertainty_ms": 0.0}
     profile = {name: value for name, value in WORTH["profile"].items() if name not in later}
     artifact = Artifact(RULES, DRAFTING.as_dict(), {**WORTH, "profile": profile}, 0, {})
     loaded = load_artifact(write(tmp_path / "scheduler.json", artifact.to_json()))

@@ -107,6 +107,7 @@ CURVE = {"tokens": [1, 2], "ms": [1.0, 2.0], "context_ms": 0.0, "context_token_m
         (changed(medium_step_ms=float("nan")), "medium_step_ms"),
         (changed(medium_first_ms=-0.1), "medium_first_ms"),
         (changed(decision_ms=None), "decision_ms"),
+        (changed(uncertainty_ms=-1.0), "uncertainty_ms"),
     ],
 )
 def test_a_damaged_profile_is_refused_with_its_file_and_the_fault(tmp_path: Path, content: str, named: str) -> None:

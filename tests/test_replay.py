@@ -72,6 +72,7 @@ def by_hand(answer: Answer, schedule, cut: Cut, profile: LatencyProfile, depth: 
                 owed = 0
         ms += profile.medium_first_ms if answer.tokens[position, mask].any() else 0
         ms += depth * profile.decision_ms if schedule.reads else 0
+        ms += profile.uncertainty_ms if {"target_entropy", "target_margin"} & set(schedule.reads) else 0
         ended = position + accepted == answer.length - 1
         rounds.append({"position": position, "lag": lag, "mask": mask, "kept": kept, "accepted": accepted, "ms": ms,
                        "emitted": accepted if ended else accepted + 1})  # fmt: skip

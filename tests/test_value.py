@@ -1,7 +1,7 @@
 """The value model: its states and worths by hand, a planted signal, cross-validation, determinism, its folder."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from log_fixture import COSTLY, PLANTED, PLANTED_PROFILE, planted_log, random_lo
 from treegraft.data.log import LogError, read_log
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.scheduler import Mask, Rule, Rules
+from treegraft.runtime.signals import LOGGED
 from treegraft.runtime.size import Cut
 from treegraft.value_system.replay import (
     NAMES,
@@ -182,6 +183,20 @@ def test_the_smallest_sufficient_set_is_selected(fitted) -> None:
     assert top["predicted"] > 0 and top["realised"] > 0
 
 
+def test_the_targets_uncertainty_has_to_earn_its_pass_over_the_vocabulary(tmp_path: Path) -> None:
+    answers = planted_log(0)
+    told, noise = LOGGED.index("root_match"), LOGGED.index("target_entropy")
+    for answer in answers:
+        answer.signals[:, :, [told, noise]] = answer.signals[:, :, [noise, told]]
+    log = write_log(tmp_path / "log", answers, PLANTED)
+    cheap, dear = (
+        fit_value(log, replace(PLANTED_PROFILE, uncertainty_ms=ms), tmp_path / f"value-{ms}") for ms in (0.01, 2.0)
+    )
+    assert "target_entropy" in cheap["signals"]
+    assert "target_entropy" not in dear["signals"] and "target_entropy" in dear["importance"]
+    assert load_value(tmp_path / "value-2.0").model.reads == dear["signals"]
+
+
 def test_a_fit_is_the_same_again(fitted, tmp_path: Path) -> None:
     fit_value(fitted[0], PLANTED_PROFILE, tmp_path / "again")
     files = sorted(path.relative_to(fitted[1]) for path in fitted[1].rglob("*") if path.is_file())
@@ -206,7 +221,7 @@ def test_a_linear_model_reads_back_too(fitted, tmp_path: Path) -> None:
     value = load_value(tmp_path / "linear")
     log = flatten(value.answers)
     direct = ValueModel("linear", signals=report["signals"])
-    assert direct.names == value.model.names
+    assert direct.reads == value.model.reads
     assert np.isfinite(
         value.model.margins(log, states_of(log, replay(log, Mask(1), Cut("none"), value.profile, PLANTED)))[0]
     ).all()

@@ -132,7 +132,7 @@ def learn(
 ) -> Rules | TreeModel:
     """A student of `model`: fit to the states that the model visits, then to its own too; the fastest, refined."""
     cut = Cut("worth", model.rho_, profile)
-    names = [name for name in model.names if kind == "tree" or name != "step"]  # rules have a step each
+    names = [name for name in model.reads if kind == "tree" or name != "step"]  # rules have a step each
     best: tuple[float, Rules | TreeModel] | None = None
     student: ValueModel | Rules | TreeModel = model
     run, seen = replay(log, model, cut, profile, drafting), []

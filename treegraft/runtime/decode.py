@@ -57,14 +57,15 @@ class Drop:
 class Decoded:
     """An answer (token ids, end of sequence included) and how it came about. Times are in ms, prompt included.
 
-    `uncertainty[i]` is the target's entropy and margin (see `uncertainty`) where it chose token i. `fallbacks`
+    `uncertainty` holds the target's entropy and margin (see `uncertainty`) where it chose each token, if that was
+    measured; else where it chose each round's last one, if the schedule reads it. `fallbacks`
     counts decisions that an artifact took by its fallback schedule. `drops` and `drift` are what the clock was watched
     for, where it was (see `runtime.monitor`).
     """
 
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
-    uncertainty: list[tuple[float, float]] = field(default_factory=list)  # of each token's choice, where measured
+    uncertainty: list[tuple[float, float]] = field(default_factory=list)
     fallbacks: int = 0
     drops: list[Drop] = field(default_factory=list)
     drift: float | None = None  # measured T_tgt / T_mid over the artifact's
@@ -185,7 +186,7 @@ def decode_rounds(
     if drafting.depth:
         small.extend(prompt)
     decoded = Decoded([])
-    measure = measure or not {"target_entropy", "target_margin"}.isdisjoint(plan.schedule.reads)
+    uncertain = measure or not set(signals.UNCERTAINTY).isdisjoint(plan.schedule.reads)
     while True:
         # The first round drafts nothing: it is the prompt's forward.
         first = len(text) == len(prompt)
@@ -197,7 +198,7 @@ def decode_rounds(
         lag = 0 if drafter is None else drafter.lag(committed)
         mask, tokens, read = 0, list[int](), list[dict[str, Any]]()
         if not first:
-            entropy, margin = decoded.uncertainty[-1] if measure else (0.0, 0.0)
+            entropy, margin = decoded.uncertainty[-1] if uncertain else (0.0, 0.0)
             state = signals.State(
                 tree,
                 now.drafting.width,
@@ -221,8 +222,8 @@ def decode_rounds(
         logits = verifier(committed, paths, [0] + [tree.path[node] for node in kept])
         accepted, emitted, rows, done = accept(tree, kept, logits, chooser, text, ended)
         clock.lap("target")  # reading the choices waits for the device
-        if measure:
-            measured = uncertainty(logits[rows])
+        if uncertain:
+            decoded.uncertainty += [uncertainty(logits[row]) for row in (rows if measure else rows[-1:])]
         clock.lap("signals")
         path = [0] + [tree.path[node] for node in accepted]
         verifier.commit(path)
@@ -233,8 +234,6 @@ def decode_rounds(
             small.extend(emitted)
         text += emitted
         decoded.tokens += emitted
-        if measure:
-            decoded.uncertainty += measured
         if on_tree and not first:
             on_tree(tree, kept, accepted)
         clock.lap("rest")
@@ -339,12 +338,12 @@ def _ends_with(tokens: set[int], text: list[int]) -> bool:
     return text[-1] in tokens
 
 
-def uncertainty(logits: torch.Tensor) -> list[tuple[float, float]]:
-    """Entropy (nats) and gap (nats) between the two best tokens of each distribution, logits of shape (n, V)."""
+def uncertainty(logits: torch.Tensor) -> tuple[float, float]:
+    """Entropy (nats) and gap (nats) between the two best tokens of a distribution, logits of shape (V,)."""
     log_p = torch.log_softmax(logits.float(), dim=-1)
-    best = log_p.topk(2, dim=-1).values
-    entropy = -(log_p.exp() * log_p).nansum(dim=-1)
-    return [(entropy, margin) for entropy, margin in torch.stack([entropy, best[:, 0] - best[:, 1]], dim=-1).tolist()]
+    best = log_p.topk(2).values
+    entropy, margin = torch.stack([-(log_p.exp() * log_p).nansum(), best[0] - best[1]]).tolist()
+    return entropy, margin
 
 
 def _match(small: NGramDrafter, paths: Paths, tree: DraftTree, node: int) -> tuple[int, int]:

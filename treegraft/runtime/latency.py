@@ -1,13 +1,16 @@
 """Latency profiles: what a target forward and a medium call cost, by tokens and context, in ms (spec section 6)."""
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-STEP_TIMES = ("small_step_ms", "medium_step_ms", "round_ms", "medium_first_ms", "decision_ms")
+from treegraft.runtime.signals import UNCERTAINTY
+
+STEP_TIMES = ("small_step_ms", "medium_step_ms", "round_ms", "medium_first_ms", "decision_ms", "uncertainty_ms")
 
 
 class ProfileError(ValueError):
@@ -42,7 +45,8 @@ class LatencyProfile:
 
     `medium` is a call that follows another in its round. A round's first call takes `medium_first_ms` more, since the
     target's forward has pushed the drafter's weights out of the processor's caches. `decision_ms` is what a step takes
-    more where its drafter is decided by signals.
+    more where its drafter is decided by signals, `uncertainty_ms` what a round takes more where the target's
+    uncertainty is among them.
     """
 
     target: Curve
@@ -53,10 +57,14 @@ class LatencyProfile:
     machine: str = ""
     medium_first_ms: float = 0.0
     decision_ms: float = 0.0
+    uncertainty_ms: float = 0.0
 
-    def deciding(self, depth: int) -> "LatencyProfile":
-        """This profile for a schedule that reads signals: the `depth` decisions of a round are part of its round_ms."""
-        return replace(self, round_ms=self.round_ms + depth * self.decision_ms)
+    def deciding(self, depth: int, reads: Collection[str]) -> "LatencyProfile":
+        """This profile for a schedule that reads these signals: a round's `depth` decisions go into round_ms."""
+        if not reads:
+            return self
+        uncertainty_ms = 0.0 if set(UNCERTAINTY).isdisjoint(reads) else self.uncertainty_ms
+        return replace(self, round_ms=self.round_ms + depth * self.decision_ms + uncertainty_ms)
 
     def calls_ms(self, tokens: list[int], lag: int, context: int) -> float:
         """The forwards of a round's medium calls: `tokens` nodes at each step (0: no call), the first catching up."""

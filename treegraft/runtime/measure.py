@@ -15,8 +15,8 @@ from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.forward import TreeForward
 from treegraft.runtime.latency import Curve, LatencyProfile, fit_curve
 from treegraft.runtime.models import Model
-from treegraft.runtime.scheduler import Mask, Rules, Schedule
-from treegraft.runtime.signals import RELEASE
+from treegraft.runtime.scheduler import Mask, Rule, Rules, Schedule
+from treegraft.runtime.signals import RELEASE, UNCERTAINTY
 from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import Paths
 
@@ -24,27 +24,38 @@ CONTEXTS = (32, 256, 768)  # tokens in the cache before a forward
 SIZES = (1, 2, 4, 8, 16, 24, 32, 64)  # nodes in a forward
 PROMPTS = (64, 256, 768)  # tokens processed at once on an empty cache
 REPEATS = 5
+TYPICAL = ("tree_size", "match_p90", "root_recency", "frontier_score_p90", "expected_accepted", *RELEASE)  # signals
 
 
 def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: Drafting) -> LatencyProfile:
     """Time both models over tokens and contexts, interleaved, and fit their curves to the medians.
 
-    `prompt` is decoded with either drafter to time what a step and a round cost outside the forwards, and with the
-    small one by a schedule that reads the release's signals, to time its decisions.
+    `prompt` is decoded with either drafter to time what a step and a round cost outside the forwards, and by rules that
+    read signals, to time their decisions.
     """
     target_curve, medium_curve, first_ms = _curves(target, medium)
-    schedules: list[Schedule] = [Mask(0), Mask((1 << drafting.depth) - 1), Rules((), tuple(RELEASE))]
-    small, called, deciding = (
+    call_first = (Rule(1, (("tree_size", ">", -1.0),)),)  # as most rounds that call do
+    schedules: list[Schedule] = [
+        Mask(0),
+        Mask((1 << drafting.depth) - 1),
+        Rules(call_first, TYPICAL),
+        Rules(call_first, (*TYPICAL, *UNCERTAINTY)),
+    ]
+    small, called, deciding, uncertain = (
         decode(target, medium, prompt, Plan("measured", schedule, drafting, Cut("score", log_s=-2.5)), 32)
         for schedule in schedules
     )
     steps = max(1, drafting.depth)
-    decisions_ms = [sum(r.ms["signals"] for r in decoded.rounds) for decoded in (small, deciding)]
+    rounds_ms = [
+        mean(r.ms["signals"] for r in decoded.rounds) if decoded.rounds else 0.0
+        for decoded in (small, deciding, uncertain)
+    ]
     profile = LatencyProfile(
         target_curve,
         medium_curve,
         medium_first_ms=first_ms,
-        decision_ms=round(max(0.0, decisions_ms[1] - decisions_ms[0]) / max(1, len(small.rounds) * steps), 4),
+        decision_ms=round(max(0.0, rounds_ms[1] - rounds_ms[0]) / steps, 4),
+        uncertainty_ms=round(max(0.0, rounds_ms[2] - rounds_ms[1]), 4),
         small_step_ms=round(mean(r.ms["small"] / steps for r in small.rounds), 4) if small.rounds else 0.0,
         round_ms=round(median([r.ms["tree"] + r.ms["rest"] for r in small.rounds]), 4) if small.rounds else 0.0,
         machine=f"{platform.machine()}, {target.device.type}, {torch.get_num_threads()} threads, {target.lm.dtype}",

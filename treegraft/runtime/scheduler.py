@@ -291,7 +291,8 @@ def _check_cut(cut: Field) -> None:
     if kind == "worth":
         cut["rho"].number(low=1e-12, high=1e12)
         profile, extras = cut["profile"], ("small_step_ms", "medium_step_ms", "round_ms")
-        later = ("medium_first_ms", "decision_ms")  # absent from artifacts made before profiles had them
+        # Absent from artifacts made before profiles had them.
+        later = ("medium_first_ms", "decision_ms", "uncertainty_ms")
         profile.only("target", "medium", "machine", *extras, *later)
         profile["machine"].text()
         for name in (*extras, *(name for name in later if name in profile.fields())):

@@ -26,7 +26,10 @@ FIGURES = ("tokens", "ms", "rounds", "medium_calls", "accepted")  # that add up 
 
 
 class Policy(Protocol):
-    """A schedule that decides for many states at once."""
+    """A schedule that decides for many states at once, from the signals that it reads."""
+
+    @property
+    def reads(self) -> Sequence[str]: ...
 
     def decide_many(self, step: int, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Decisions (n,) bool before step `step`, from earlier decisions (n,) and all signals (n, len(NAMES))."""
@@ -255,21 +258,20 @@ def replay(
     log = flatten(answers)
     if drafting.depth == 0:
         return _autoregressive(log, profile)
-    reads = bool(getattr(schedule, "reads", True))
 
     def decide(step: int, _: np.ndarray, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
         return decide_many(schedule, step, masks, values)
 
-    return _run(log, np.arange(len(log.answers)), decide, reads, cut, profile, drafting)
+    return _run(log, np.arange(len(log.answers)), decide, schedule.reads, cut, profile, drafting)
 
 
 def race(
     log: Positions, entrants: int, decide: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
-    reads: bool, cut: Cut, profile: LatencyProfile, drafting: Drafting,
+    reads: Sequence[str], cut: Cut, profile: LatencyProfile, drafting: Drafting,
 ) -> np.ndarray:  # fmt: skip
     """Replay many schedules at once: decode ms (entrants, answers).
 
-    `decide(step, entrant (n,), masks (n,), values)` gets signals only where it `reads`.
+    `decide(step, entrant (n,), masks (n,), values)` gets all signals where it `reads` any.
     """
     count = len(log.answers)
     lanes = np.tile(np.arange(count), entrants)
@@ -283,15 +285,14 @@ def _run(
     log: Positions,
     lanes: np.ndarray,
     decide: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
-    reads: bool,
+    reads: Sequence[str],
     cut: Cut,
     profile: LatencyProfile,
     drafting: Drafting,
 ) -> Replay:
-    """Advance the answers `lanes` (n,), which may repeat, in lockstep; `decide` gets signals only where it `reads`."""
+    """Advance the answers `lanes` (n,), which may repeat, in lockstep; `decide` gets signals where it `reads` any."""
     check_drafting(log, drafting)
-    if reads:
-        profile = profile.deciding(log.depth)
+    profile = profile.deciding(log.depth, reads)
     answers = [log.answers[lane] for lane in lanes]
     tokens = np.array([answer.length for answer in answers])
     prompt = np.array([answer.prompt_length for answer in answers])
@@ -395,7 +396,7 @@ def best_mask(answers: Sequence[Answer] | Positions, profile: LatencyProfile, dr
     best, tried = (0.0, 0), set[float]()
     while rho not in tried and len(tried) < 20:
         tried.add(rho)
-        ms = race(log, len(masks), lambda step, entrant, *_: (masks[entrant] >> (step - 1) & 1).astype(bool), False,
+        ms = race(log, len(masks), lambda step, entrant, *_: (masks[entrant] >> (step - 1) & 1).astype(bool), (),
                   Cut("worth", rho, profile), profile, drafting).sum(axis=1)  # fmt: skip
         at = int(ms.argmin())
         found = rate(tokens, ms[at])

@@ -26,7 +26,7 @@ from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Mask
-from treegraft.runtime.signals import LOGGED, RELEASE
+from treegraft.runtime.signals import LOGGED, RELEASE, UNCERTAINTY
 from treegraft.runtime.size import Cut
 from treegraft.value_system.gains import Fold, Rivals, gains, make_fold, make_folds, prompt_groups, rivals
 from treegraft.value_system.replay import (
@@ -251,7 +251,7 @@ class ValueModel(BaseEstimator):
             states, masks = states_of(log, run), np.full(len(log.position), mask)
         else:
             rho, states, masks = start.rho_, start.states_, start.masks(log, start.states_)
-        deciding = profile.deciding(drafting.depth)
+        deciding = profile.deciding(drafting.depth, self.reads)
         for _ in range(TURNS if start is None else 1):
             leaves = all_leaves(log, Cut("worth", rho, profile), deciding)
             worth = leaf_worth(log, leaves, states, masks, rho, profile)
@@ -269,7 +269,7 @@ class ValueModel(BaseEstimator):
         for _, model in sorted(self.models_.items()):
             gain = np.abs(model.coef) * model.spread if isinstance(model, Linear) else model.feature_importance("gain")
             by_step.append(gain / (gain.sum() or 1.0))
-        return {name: [float(step[i]) for step in by_step] for i, name in enumerate(self.names)}
+        return {name: [float(step[i]) for step in by_step] for i, name in enumerate(self.reads)}
 
     def ranking(self) -> list[str]:
         """Signals by their importance over all steps, greatest first, CONTEXT left out."""
@@ -277,12 +277,12 @@ class ValueModel(BaseEstimator):
         return sorted(total, key=lambda name: -total[name])
 
     @property
-    def names(self) -> list[str]:
+    def reads(self) -> list[str]:
         return list(NAMES if self.signals is None else self.signals)
 
     @property
     def _columns(self) -> list[int]:
-        return [NAMES.index(name) for name in self.names]
+        return [NAMES.index(name) for name in self.reads]
 
     def predict(self, step: int, values: np.ndarray) -> np.ndarray:
         """Margins (n,) before a step, from all signals (n, len(NAMES))."""
@@ -326,7 +326,7 @@ class ValueModel(BaseEstimator):
             # The nodes of a position share its luck, so a leaf needs positions, not nodes.
             least = max(1, min(LEAST, len(margin) // 10)) * margin.shape[1]
             settings = {**TREES, "min_data_in_leaf": least, "seed": self.seed}
-            data = lightgbm.Dataset(x, y, weight=weight, feature_name=self.names, params={"max_bin": TREES["max_bin"]})
+            data = lightgbm.Dataset(x, y, weight=weight, feature_name=self.reads, params={"max_bin": TREES["max_bin"]})
             # What a log can teach grows with its positions: few trees on a small one, which is mostly noise.
             self.models_[step] = lightgbm.train(settings, data, min(MOST_TREES, max(10, math.isqrt(len(margin)))))
         else:
@@ -382,28 +382,37 @@ def fit_value(
             "steps of drafting gain; collect with a greater --max-new-tokens"
         )
     folds = list(make_folds(answers))
+
+    def tested(models: list[ValueModel]) -> np.ndarray:
+        ms = np.zeros(len(answers))
+        for fold, model in zip(folds, models):
+            ms[fold.index] = _test(fold, model, profile, drafting)
+        return ms
+
     full = [ValueModel(kind, seed).fit(fold.train, profile, drafting) for fold in folds]
-    sizes = [*SIZES, len(NAMES) - len(CONTEXT)]
+    candidates = NAMES
+    if profile.uncertainty_ms:
+        # The target's uncertainty costs time that no other signal does: it competes only where it earns that.
+        certain = [name for name in NAMES if name not in UNCERTAINTY]
+        models_without = [_narrowed(model, certain, fold.train, profile, drafting) for model, fold in zip(full, folds)]
+        if tested(models_without).sum() <= tested(full).sum():
+            full, candidates = models_without, certain
+    sizes = [*SIZES, len(candidates) - len(CONTEXT)]
     models = {size: [_smaller(model, size, fold.train, profile, drafting) for model, fold in zip(full, folds)]
               for size in sizes}  # fmt: skip
-    ms = {}
-    for size, own in models.items():
-        ms[size] = np.zeros(len(answers))
-        for fold, model in zip(folds, own):
-            ms[size][fold.index] = _test(fold, model, profile, drafting)
+    ms = {size: tested(own) for size, own in models.items()}
     size, selection = _select(answers, ms)
     chosen = models[size]
 
     # The six signals of the paper's release, as a check on what was selected.
-    of_release = np.zeros(len(answers))
-    for fold, start in zip(folds, full):
-        own = ValueModel(kind, seed, [*CONTEXT, *RELEASE]).fit(fold.train, profile, drafting, start)
-        of_release[fold.index] = _test(fold, own, profile, drafting)
+    of_release = tested([_narrowed(model, [*CONTEXT, *RELEASE], fold.train, profile, drafting)
+                         for model, fold in zip(full, folds)])  # fmt: skip
     against = rivals(answers, folds, profile, drafting)
 
     everything = flatten(answers)
     all_signals = ValueModel(kind, seed).fit(everything, profile, drafting)
-    model = _smaller(all_signals, size, everything, profile, drafting)
+    widest = all_signals if candidates is NAMES else _narrowed(all_signals, candidates, everything, profile, drafting)
+    model = _smaller(widest, size, everything, profile, drafting)
     report = {
         "version": VERSION,
         "kind": kind,
@@ -416,7 +425,7 @@ def fit_value(
         },
         "drafting": drafting.as_dict(),
         "rho": model.rho_,
-        "signals": model.names,
+        "signals": model.reads,
         "selection": selection,
         "release": gain(answers, of_release, ms[size]),
         "cross_validated": _cross_validated(answers, ms[size], against, profile),
@@ -425,7 +434,7 @@ def fit_value(
         **_rounds(folds, chosen, profile, drafting),
         "importance": all_signals.importance(),
         "folds": [
-            {"test": fold.index.tolist(), "rho": own.rho_, "signals": own.names} for fold, own in zip(folds, chosen)
+            {"test": fold.index.tolist(), "rho": own.rho_, "signals": own.reads} for fold, own in zip(folds, chosen)
         ],
     }
     out_folder.mkdir(parents=True, exist_ok=True)
@@ -464,7 +473,13 @@ def _smaller(model: ValueModel, size: int, train: Positions, profile: LatencyPro
     """The model refitted to CONTEXT and its `size` most important signals; itself if it reads no more."""
     if size >= len(model.ranking()):
         return model
-    signals = [*CONTEXT, *model.ranking()[:size]]
+    return _narrowed(model, [*CONTEXT, *model.ranking()[:size]], train, profile, drafting)
+
+
+def _narrowed(
+    model: ValueModel, signals: Sequence[str], train: Positions, profile: LatencyProfile, drafting: Drafting
+) -> ValueModel:
+    """The model refitted to these signals."""
     return ValueModel(model.kind, model.seed, signals).fit(train, profile, drafting, model)
 
 
@@ -568,7 +583,7 @@ def _calibration(
         states = states_of(log, replay(log, model, cut, profile, drafting))
         predicted = model.margins(log, states)
         decisions = [margin > 0 for margin in predicted]
-        leaves = all_leaves(log, cut, profile.deciding(drafting.depth))
+        leaves = all_leaves(log, cut, profile.deciding(drafting.depth, model.reads))
         worth = leaf_worth(log, leaves, states, path(decisions)[-1], model.rho_, profile)
         realised = backward(log, worth, lambda step, _, own=decisions: own[step - 1])  # type: ignore[misc]
         rows = np.arange(len(log.position))
