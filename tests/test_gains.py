@@ -11,7 +11,16 @@ from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
-from treegraft.value_system.gains import MEASURES, Rivals, gains, make_folds, prompt_groups, rivals
+from treegraft.value_system.gains import (
+    MEASURES,
+    Rivals,
+    choose_by_others,
+    fastest,
+    gains,
+    make_folds,
+    prompt_groups,
+    rivals,
+)
 from treegraft.value_system.replay import best_mask, fixed_point, oracle, replay
 
 DRAFTING = Drafting(depth=3, budget=6)
@@ -75,3 +84,13 @@ def test_a_what_if_is_flat_and_free_but_for_its_calls(tmp_path) -> None:
         cli._priced(tmp_path / "latency.json", "r=0.3")
     with pytest.raises(ValueError, match="one of --latency"):
         cli._priced(None, None)
+
+
+def test_a_choice_for_a_fold_is_made_without_its_own_answers() -> None:
+    answers = random_log(0, (9, 9, 9, 9))
+    folds = list(make_folds(answers))
+    lucky = np.full(4, 6.0)
+    lucky[folds[0].index] = 0.0
+    ms = {"lucky": lucky, "steady": np.full(4, 5.0)}
+    assert fastest(answers, ms) == "lucky"
+    assert choose_by_others(answers, folds, ms, fastest) == ["steady", "lucky", "lucky", "lucky"]

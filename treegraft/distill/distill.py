@@ -20,7 +20,7 @@ from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel, load_artifact
 from treegraft.runtime.size import Cut
-from treegraft.value_system.gains import gains, held_out_ms, rivals
+from treegraft.value_system.gains import choose_by_others, fastest, gains, held_out_ms, rivals
 from treegraft.value_system.replay import (
     Positions,
     Replay,
@@ -76,29 +76,33 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
             ms[name][fold.index] = held_out_ms(fold, student, profile, drafting)
 
     judged = {name: gain(value.answers, ms[name], against.best_fixed) for name in wanted}
-    chosen = max(wanted, key=lambda name: judged[name]["gain"])
+    students = {name: ms[name] for name in wanted}
+    chosen = fastest(value.answers, students)
+    held_out = np.zeros(len(value.answers))
+    for fold, name in zip(folds, choose_by_others(value.answers, folds, students, fastest)):
+        held_out[fold.index] = ms[name][fold.index]
     fallback = best_mask(log, profile, drafting)
-    better = judged[chosen]["interval"][0] > 1
+    better = gain(value.answers, held_out, against.best_fixed)["interval"][0] > 1
     by_hand = fixed_point(log, Mask(fallback), profile, drafting)
     schedule: Schedule = Mask(fallback)
-    ships, (rho, run) = "best mask", by_hand
+    ships, shipped_ms, (rho, run) = "best mask", against.best_fixed, by_hand
     if better or kind != "auto":
         student = learn(chosen, log, value.model, profile, drafting)
         learned = fixed_point(log, student, profile, drafting)
         # The folds' students won, but this one may still have gone astray: what ships is never slower than by hand.
         if learned[0] >= by_hand[0] or kind != "auto":
-            ships, schedule, (rho, run) = chosen, student, learned
+            ships, shipped_ms, schedule, (rho, run) = chosen, held_out, student, learned
 
     baselines = [AUTOREGRESSIVE.name, "small", "medium", "best mask"]
     expected = {
-        "overall": {name: gain(value.answers, ms[ships], ms[name]) for name in baselines},
+        "overall": {name: gain(value.answers, shipped_ms, ms[name]) for name in baselines},
         "by_file": {
-            file: {name: gain(value.answers, ms[ships], ms[name], file) for name in baselines}
+            file: {name: gain(value.answers, shipped_ms, ms[name], file) for name in baselines}
             for file in sorted({answer.file for answer in value.answers})
         },
         "calls": calls(run, drafting.depth),
     }
-    measured = gains(value.answers, ms[ships], against)
+    measured = gains(value.answers, shipped_ms, against)
     if value.left:
         entrants = {"small": Mask(0), "medium": Mask((1 << drafting.depth) - 1), "best mask": Mask(fallback),
                     "artifact": schedule}  # fmt: skip

@@ -4,9 +4,9 @@ Gains are fractions (0.15: 15 % more tokens per second), by benchmark, that is p
 unweighted mean of the benchmarks', each against its own better endpoint (spec section 6).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from sklearn.model_selection import GroupKFold
@@ -30,6 +30,7 @@ from treegraft.value_system.replay import (
     summarise,
 )
 
+Way = TypeVar("Way")
 FOLDS = 4
 MEASURES = ("gain_over_better_endpoint", "gain_over_best_fixed", "gain_over_best_fixed_hindsight", "oracle_gap_share")
 
@@ -64,6 +65,28 @@ def make_fold(answers: Sequence[Answer], test: np.ndarray) -> Fold:
     held_out = set(test.tolist())
     return Fold(flatten([a for i, a in enumerate(answers) if i not in held_out]),
                 flatten([answers[i] for i in test]), test)  # fmt: skip
+
+
+def choose_by_others(
+    answers: Sequence[Answer],
+    folds: Sequence[Fold],
+    ms: Mapping[Way, np.ndarray],
+    choose: Callable[[Sequence[Answer], dict[Way, np.ndarray]], Way],
+) -> list[Way]:
+    """Each fold's choice among ways with held-out times `ms` (answers,), made on the other folds' answers alone.
+
+    A choice made on all of them would flatter the way that was lucky on the prompts that it is judged by.
+    """
+    made = []
+    for fold in folds:
+        others = np.setdiff1d(np.arange(len(answers)), fold.index)
+        made.append(choose([answers[i] for i in others], {way: times[others] for way, times in ms.items()}))
+    return made
+
+
+def fastest(_: Sequence[Answer], ms: Mapping[Way, np.ndarray]) -> Way:
+    """The way of the least time in all, the first on ties."""
+    return min(ms, key=lambda way: ms[way].sum())
 
 
 def held_out_ms(

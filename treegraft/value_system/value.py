@@ -28,7 +28,17 @@ from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.signals import LOGGED, RELEASE, UNCERTAINTY
 from treegraft.runtime.size import Cut
-from treegraft.value_system.gains import Fold, Rivals, gains, make_fold, make_folds, prompt_groups, rivals
+from treegraft.value_system.gains import (
+    Fold,
+    Rivals,
+    choose_by_others,
+    fastest,
+    gains,
+    make_fold,
+    make_folds,
+    prompt_groups,
+    rivals,
+)
 from treegraft.value_system.replay import (
     NAMES,
     TRAJECTORY,
@@ -394,15 +404,19 @@ def fit_value(
     if profile.uncertainty_ms:
         # The target's uncertainty costs time that no other signal does: it competes only where it earns that.
         certain = [name for name in NAMES if name not in UNCERTAINTY]
-        models_without = [_narrowed(model, certain, fold.train, profile, drafting) for model, fold in zip(full, folds)]
-        if tested(models_without).sum() <= tested(full).sum():
-            full, candidates = models_without, certain
-    sizes = [*SIZES, len(candidates) - len(CONTEXT)]
+        without = [_narrowed(model, certain, fold.train, profile, drafting) for model, fold in zip(full, folds)]
+        by_uncertainty = {False: tested(without), True: tested(full)}
+        earned = choose_by_others(answers, folds, by_uncertainty, fastest)
+        full = [model if earns else own for model, own, earns in zip(full, without, earned)]
+        candidates = NAMES if fastest(answers, by_uncertainty) else certain
+    sizes = [*SIZES, len(NAMES) - len(CONTEXT)]
     models = {size: [_smaller(model, size, fold.train, profile, drafting) for model, fold in zip(full, folds)]
               for size in sizes}  # fmt: skip
     ms = {size: tested(own) for size, own in models.items()}
     size, selection = _select(answers, ms)
-    chosen = models[size]
+    of_folds = choose_by_others(answers, folds, ms, lambda others, theirs: _select(others, theirs)[0])
+    chosen = [models[own][i] for i, own in enumerate(of_folds)]
+    held_out = tested(chosen)
 
     # The six signals of the paper's release, as a check on what was selected.
     of_release = tested([_narrowed(model, [*CONTEXT, *RELEASE], fold.train, profile, drafting)
@@ -426,9 +440,9 @@ def fit_value(
         "drafting": drafting.as_dict(),
         "rho": model.rho_,
         "signals": model.reads,
-        "selection": selection,
-        "release": gain(answers, of_release, ms[size]),
-        "cross_validated": _cross_validated(answers, ms[size], against, profile),
+        "selection": [{**row, "signals": min(row["signals"], len(candidates) - len(CONTEXT))} for row in selection],
+        "release": gain(answers, of_release, held_out),
+        "cross_validated": _cross_validated(answers, held_out, against, profile),
         "calibration": _calibration(folds, chosen, profile, drafting),
         "score_calibration": score_calibration(everything),
         **_rounds(folds, chosen, profile, drafting),
@@ -442,7 +456,7 @@ def fit_value(
         own.save(out_folder / name)
     profile.save(out_folder / "latency.json")
     (out_folder / "value.json").write_text(json.dumps(report, indent=1) + "\n")
-    write_metrics(out_folder, VALUE_MODEL, gains(answers, ms[size], against))
+    write_metrics(out_folder, VALUE_MODEL, gains(answers, held_out, against))
     write_report(out_folder)
     return report
 
@@ -487,7 +501,7 @@ def _test(fold: Fold, model: ValueModel, profile: LatencyProfile, drafting: Draf
     return replay(fold.test, model, Cut("worth", model.rho_, profile), profile, drafting).ms
 
 
-def _select(answers: list[Answer], ms: dict[int, np.ndarray]) -> tuple[int, list[dict[str, float]]]:
+def _select(answers: Sequence[Answer], ms: dict[int, np.ndarray]) -> tuple[int, list[dict[str, float]]]:
     """The smallest number of signals within one standard error of the best, and every number's figures.
 
     The error is that of the ratio to the best, paired by prompt: prompts differ far more than signal sets do.
