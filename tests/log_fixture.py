@@ -97,7 +97,7 @@ def planted_log(seed: int, prompts: int = 12, length: int = 30, informative: boo
 
 
 def write_log(folder: Path, answers: list[Answer], drafting: Drafting) -> Path:
-    """Write answers as a log."""
+    """Write answers as a log, without what its limit of medium calls rules out."""
     folder.mkdir(parents=True)
     manifest = {
         "version": log.VERSION, "drafting": drafting.as_dict(), "positions": "every:1", "signals": LOGGED, "parts": [],
@@ -110,11 +110,11 @@ def write_log(folder: Path, answers: list[Answer], drafting: Drafting) -> Path:
         for t in range(len(answer.positions)):
             here = {**keys, "position": t}
             for step in range(1, drafting.depth + 1):
-                for mask in range(1 << (step - 1)):
+                for mask in np.flatnonzero(answer.possible[t, : 1 << (step - 1)]).tolist():
                     values = answer.signals[t, node(step, mask)]
                     row = {n: int(v) if "int" in SIGNALS[n].dtype else v for n, v in zip(LOGGED, values.tolist())}
                     decisions.append({**here, "token": 0, **row, "position_ms": 0.0})
-            for mask in range(1 << drafting.depth):
+            for mask in np.flatnonzero(answer.possible[t]).tolist():
                 nodes = answer.log_s[t, mask]
                 leaves.append({
                     **here, "prompt_length": answer.prompt_length, "answer_length": answer.length, "mask": mask,

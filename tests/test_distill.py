@@ -19,7 +19,7 @@ from treegraft.distill.vectors import vectors
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.plan import plan_from_artifact
-from treegraft.runtime.scheduler import Mask, Rule, Rules, TreeModel, load_artifact
+from treegraft.runtime.scheduler import Mask, Rule, Rules, ScheduleError, TreeModel, load_artifact
 from treegraft.runtime.signals import LOGGED
 from treegraft.runtime.verify import verify
 from treegraft.value_system.gains import evaluate
@@ -196,6 +196,55 @@ def test_a_student_keeps_to_the_budget_of_medium_calls() -> None:
         student = learn(kind, log, model, profile, limited)
         _, run = fixed_point(log, student, profile, limited)
         assert max(int(mask).bit_count() for mask in run.trace["mask"]) == 1
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("kind", ["auto", "rules", "tree"])
+def test_a_log_with_few_medium_calls_distils(tmp_path: Path, calls: int, kind: str) -> None:
+    limited = Drafting(depth=3, budget=6, medium_calls=calls)
+    within = np.array([mask.bit_count() <= calls for mask in range(8)])
+    answers = [replace(answer, possible=answer.possible & within) for answer in random_log(0, (30, 30, 30))]
+    fit_value(write_log(tmp_path / "log", answers, limited), LatencyProfile.what_if(0.01), tmp_path / "value")
+    distill(tmp_path / "value", tmp_path / "scheduler.json", kind)
+    assert verify(tmp_path / "scheduler.json").drafting["medium_calls"] == calls
+
+
+def test_a_fold_that_learns_from_short_answers_alone_still_has_a_student(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", random_log(1, (40, 4)), Drafting(depth=3, budget=6))
+    fit_value(tmp_path / "log", LatencyProfile.what_if(0.3), tmp_path / "value")
+    distill(tmp_path / "value", tmp_path / "scheduler.json", "tree")
+    verify(tmp_path / "scheduler.json")
+
+
+def test_a_masks_figures_are_its_own(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", planted_log(2, informative=False), PLANTED)
+    fit_value(tmp_path / "log", LatencyProfile.what_if(3.0), tmp_path / "value")
+    distill(tmp_path / "value", tmp_path / "scheduler.json")
+    artifact = load_artifact(tmp_path / "scheduler.json")
+    assert artifact.schedule == Mask(0)
+    assert artifact.expected["overall"]["small"] == {"gain": 1.0, "interval": [1.0, 1.0]}
+
+
+def test_what_does_not_beat_the_mask_that_would_ship_does_not_ship(value: Path, tmp_path: Path, monkeypatch) -> None:
+    # The folds' masks are poor rivals, the log's own is as good as what was learned.
+    found = distilling.held_out_ms
+    monkeypatch.setattr(distilling, "held_out_ms", lambda fold, *rest: found(fold, BEST, *rest[1:]))
+    report = distill(value, tmp_path / "scheduler.json")
+    assert report["ships"] == "best mask"
+    assert all(over == {"gain": 1.0, "interval": [1.0, 1.0]} for over in report["over_best_mask"].values())
+
+
+def test_a_distillation_that_fails_replaces_nothing(value: Path, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "scheduler.json"
+    distill(value, path, "rules")
+    kept = [file.read_bytes() for file in (path, value / "metrics.json", value / "report.html")]
+    with monkeypatch.context() as patch:
+        patch.setattr(distilling, "vectors", lambda *_: [{"state": {}}])
+        with pytest.raises(ScheduleError, match="vectors"):
+            distill(value, path, "tree")
+    with pytest.raises(ValueError, match="is a folder; give a file"):
+        distill(value, tmp_path, "tree")
+    assert [file.read_bytes() for file in (path, value / "metrics.json", value / "report.html")] == kept
 
 
 def test_an_artifact_for_another_k_does_not_replay(value: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from treegraft.data.files import write_whole
 from treegraft.distill.examples import Examples
 from treegraft.distill.refine import refine
 from treegraft.distill.rules import RulesStudent, sentences
@@ -18,7 +19,7 @@ from treegraft.distill.vectors import vectors
 from treegraft.runtime.decode import AUTOREGRESSIVE
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
-from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel, load_artifact
+from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel, parse_artifact
 from treegraft.runtime.size import Cut
 from treegraft.value_system.gains import choose_by_others, fastest, gains, held_out_ms, rivals
 from treegraft.value_system.replay import (
@@ -51,11 +52,13 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
     """Write the artifact and return a report; its "summary" says in words what ships and why.
 
     kind "rules" or "tree" ships that student. "auto" ships the better of the two, or the best fixed mask where that one
-    does not beat it beyond noise, or is slower on the whole log. Raises FitError for a value folder that cannot be
-    used.
+    does not beat it (and the masks chosen for each fold) beyond noise, or is slower on the whole log. What cannot be
+    loaded again replaces nothing. Raises FitError for a value folder that cannot be used.
     """
     if kind not in KINDS:
         raise ValueError(f"--kind {kind!r}: give one of {', '.join(KINDS)}")
+    if out_path.is_dir():
+        raise ValueError(f"--out {out_path} is a folder; give a file, such as {out_path / 'scheduler.json'}")
     value = load_value(value_folder)
     profile, drafting = value.profile, value.drafting
     wanted = ("rules", "tree") if kind == "auto" else (kind,)
@@ -75,17 +78,26 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
             student = learn(name, fold.train, model, profile, drafting)
             ms[name][fold.index] = held_out_ms(fold, student, profile, drafting)
 
-    judged = {name: gain(value.answers, ms[name], against.best_fixed) for name in wanted}
+    fallback = best_mask(log, profile, drafting)
+    by_mask = np.zeros(len(value.answers))
+    for fold in folds:
+        by_mask[fold.index] = held_out_ms(fold, Mask(fallback), profile, drafting)
+
+    def over_masks(learned_ms: np.ndarray) -> dict[str, Any]:
+        """The gain over the best fixed mask of each fold or over the mask that would ship: the less certain one."""
+        found = [gain(value.answers, learned_ms, base) for base in (against.best_fixed, by_mask)]
+        return min(found, key=lambda over: over["interval"][0])
+
+    judged = {name: over_masks(ms[name]) for name in wanted}
     students = {name: ms[name] for name in wanted}
     chosen = fastest(value.answers, students)
     held_out = np.zeros(len(value.answers))
     for fold, name in zip(folds, choose_by_others(value.answers, folds, students, fastest)):
         held_out[fold.index] = ms[name][fold.index]
-    fallback = best_mask(log, profile, drafting)
-    better = gain(value.answers, held_out, against.best_fixed)["interval"][0] > 1
+    better = over_masks(held_out)["interval"][0] > 1
     by_hand = fixed_point(log, Mask(fallback), profile, drafting)
     schedule: Schedule = Mask(fallback)
-    ships, shipped_ms, (rho, run) = "best mask", against.best_fixed, by_hand
+    ships, shipped_ms, (rho, run) = "best mask", by_mask, by_hand
     if better or kind != "auto":
         student = learn(chosen, log, value.model, profile, drafting)
         learned = fixed_point(log, student, profile, drafting)
@@ -108,16 +120,17 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
                     "artifact": schedule}  # fmt: skip
         plans = [named_plan(name, entrant, log, profile, drafting) for name, entrant in entrants.items()]
         measured["left_prompts"] = judge(value.log_folder, value.manifest, value.left, plans, profile)
-    write_metrics(value_folder, ships, measured)
-    write_report(value_folder)
     models = {role: model["fingerprint"] for role, model in value.manifest["models"].items()}
     artifact = Artifact(
         schedule, drafting.as_dict(), {"kind": "worth", "rho": rho, "profile": asdict(profile)}, fallback, models,
         expected, vectors(schedule, log, states_of(log, run), drafting), value.report["log"]["manifest"],
     )  # fmt: skip
+    text = artifact.to_json()
+    parse_artifact(text, str(out_path))  # before anything is written: what cannot be loaded replaces nothing
     out_path.parent.mkdir(parents=True, exist_ok=True)
-    out_path.write_text(artifact.to_json())
-    load_artifact(out_path)
+    write_whole(out_path, text.encode())
+    write_metrics(value_folder, ships, measured)
+    write_report(value_folder)
     report = {
         "ships": ships,
         "fallback": fallback,

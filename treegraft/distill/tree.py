@@ -24,6 +24,9 @@ class TreeStudent(BaseEstimator):
 
     def fit(self, examples: Examples) -> "TreeStudent":
         steps = np.unique(examples.step).astype(int).tolist()
+        if not steps:  # no call was possible anywhere
+            self.tree_ = TreeModel((-1,), (0.0,), (-1,), (-1,), (0.0,), ())
+            return self
         whole = _grow(examples, steps[-1], self.leaves)
         for step in reversed(steps[:-1]):
             own = _grow(examples, step, self.leaves)

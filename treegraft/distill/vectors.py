@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from treegraft.runtime.drafting import Drafting, medium_step, plan_medium, small_step
 from treegraft.runtime.ngram import NGramDrafter
 from treegraft.runtime.scheduler import Rules, Schedule, TreeModel
@@ -16,7 +18,7 @@ from treegraft.runtime.signals import compute
 from treegraft.runtime.tree import DraftTree, Paths
 from treegraft.runtime.verify import state_of, tree_of
 from treegraft.value_system.replay import NAMES, Positions
-from treegraft.value_system.value import States, features
+from treegraft.value_system.value import States, features_at
 
 VECTORS = 64  # at least
 TRIES = 1500  # states tried for one way to decide
@@ -78,11 +80,13 @@ def _known(schedule: Schedule, log: Positions, states: States) -> dict[Way, list
     known: dict[Way, list[Row]] = {}
     columns = [NAMES.index(name) for name in schedule.reads]
     for step in range(1, log.depth + 1):
-        values = features(log, states, step)
+        rows, masks = (index.ravel() for index in np.indices((len(log.position), 1 << (step - 1))))
+        met = log.possible[rows, masks]  # no decision follows more medium calls than a round may have
+        values = features_at(log, states, step, rows[met], masks[met])
         for index, read in enumerate(values[:, columns].tolist()):
-            rows = known.setdefault(way_of(schedule, step, dict(zip(schedule.reads, read))), [])
-            if len(rows) < ROWS:
-                rows.append(dict(zip(NAMES, values[index].tolist())))
+            found = known.setdefault(way_of(schedule, step, dict(zip(schedule.reads, read))), [])
+            if len(found) < ROWS:
+                found.append(dict(zip(NAMES, values[index].tolist())))
     return known
 
 

@@ -149,9 +149,10 @@ def gains(answers: Sequence[Answer], ms: np.ndarray, against: Rivals) -> dict[st
     sums = np.stack([tokens, *(np.bincount(groups, column) for column in columns)], axis=1)
     file_of = {int(group): answer.file for group, answer in zip(groups, answers)}
     by_file, values, draws = {}, [], []
+    generator = np.random.default_rng(0)  # one for all: benchmarks are drawn apart, whatever their sizes
     for file in dict.fromkeys(file_of.values()):
         mine = sums[[group for group in file_of if file_of[group] == file]]
-        index = np.random.default_rng(0).integers(0, len(mine), (DRAWS, len(mine)))
+        index = generator.integers(0, len(mine), (DRAWS, len(mine)))
         values.append(_measure(mine.sum(axis=0)[None]))
         draws.append(_measure(mine[index].sum(axis=1)))
         by_file[file] = _figures(values[-1], draws[-1])

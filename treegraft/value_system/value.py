@@ -375,6 +375,8 @@ def fit_value(
 
     Raises LogError for a log that cannot be read and FitError for one of a single prompt.
     """
+    if out_folder.exists() and not out_folder.is_dir():
+        raise FitError(f"--out {out_folder} is a file; give a folder")
     manifest = read_manifest(log_folder)
     if manifest["signals"] != LOGGED:
         raise LogError(f"{log_folder}: was collected with other signals than this treegraft has; collect again")
