@@ -70,9 +70,11 @@ def test_the_best_fixed_mask_is_chosen_on_other_prompts_and_beside_it_in_hindsig
     assert found.oracle.tolist() == pytest.approx(bound.tolist())
 
 
-@pytest.mark.parametrize("text", ["r=0", "r=x", "r", "0.3", "t_tgt=82", "r=0.3,t_mid=2", "r=inf", ""])
+@pytest.mark.parametrize(
+    "text", ["r=0", "r=x", "r", "0.3", "t_tgt=82", "r=0.3,t_mid=2", "r=inf", "r=1e30", "r=0.3,r=0.5", ""]
+)
 def test_a_what_if_that_says_nothing_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="numbers above 0"):
+    with pytest.raises(ValueError, match="numbers from 1e-6 to 1e6"):
         cli._priced(None, text)
 
 

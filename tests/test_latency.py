@@ -108,6 +108,13 @@ CURVE = {"tokens": [1, 2], "ms": [1.0, 2.0], "context_ms": 0.0, "context_token_m
         (changed(medium_first_ms=-0.1), "medium_first_ms"),
         (changed(decision_ms=None), "decision_ms"),
         (changed(uncertainty_ms=-1.0), "uncertainty_ms"),
+        (changed(medium={**CURVE, "ms": [2.0, 1.0]}), "medium needs times that do not fall"),
+        (changed(target={**CURVE, "ms": [0.0, 1.0]}), "target needs times above 0"),
+        (changed(target={**CURVE, "ms": [True, 2.0]}), "target"),
+        (changed(target={**CURVE, "tokens": [1, 10**400]}), "target"),
+        (changed(machine=5), "machine"),
+        (changed(machine="two\nlines"), "machine"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_a_damaged_profile_is_refused_with_its_file_and_the_fault(tmp_path: Path, content: str, named: str) -> None:

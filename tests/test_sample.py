@@ -1,6 +1,7 @@
 """Logs larger than a fit needs: what is fitted, what is left to judge, and that batches change nothing."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,34 @@ def test_of_a_larger_log_random_prompts_are_fitted_and_the_others_left(log: Path
     assert sorted(part["prompt"] for part in fitted + left) == sorted(part["prompt"] for part in manifest["parts"])
     assert sample.divide(manifest, 0, 7 * ROWS + 5) == (fitted, left)
     assert sample.divide(manifest, 1, 7 * ROWS + 5) != (fitted, left)
+
+
+def test_a_fit_gets_two_prompts_however_large_they_are(log: Path) -> None:
+    fitted, left = sample.divide(read_manifest(log), 0, 1)
+    assert (len(fitted), len(left)) == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m["drafting"].update(depth="2"), "damaged or altered"),
+        (lambda m: m["drafting"].pop("depth") and m["drafting"].update(deep=2), "damaged or altered"),
+        (lambda m: m["drafting"].update(depth=1), "more than the 1 of manifest"),
+        (lambda m: m["drafting"].update(budget=1), "more than the 1 of manifest"),
+        (lambda m: m["parts"].append(m["parts"][0]), "names a prompt or a file twice"),
+        (lambda m: m["parts"][0].pop("prompt"), "damaged or altered"),
+        (lambda m: m["parts"][0].update(lengths=[]), "not what manifest.json says"),
+        (lambda m: m["parts"][0].update(lengths=[[300, 30]]), "not what manifest.json says"),
+        (lambda m: m["parts"][0]["leaves"].update(file="../leaves-000000.parquet"), "altered, it names"),
+        (lambda m: m["parts"][0].update(prompt="another"), "not what manifest.json says"),
+    ],
+)
+def test_a_manifest_that_its_parts_contradict_is_refused(log: Path, change: Callable, said: str) -> None:
+    manifest = json.loads((log / "manifest.json").read_text())
+    change(manifest)
+    (log / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(LogError, match=said):
+        read_log(log)
 
 
 def test_judging_batch_by_batch_says_what_one_replay_of_all_says(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

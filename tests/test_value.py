@@ -1,6 +1,7 @@
 """The value model: its states and worths by hand, a planted signal, cross-validation, determinism, its folder."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -244,6 +245,24 @@ def test_a_log_that_changed_is_refused(fitted, tmp_path: Path) -> None:
         load_value(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("all/step-1.txt", lambda text: text[: len(text) // 2]),
+        ("fold-0/step-1.txt", lambda _: None),
+        ("latency.json", lambda text: text.replace("0.6", "0.01")),
+        ("value.json", lambda text: text.replace('"seed": 0', '"seed": 5')),
+        ("value.json", lambda _: "[]"),
+    ],
+)
+def test_a_damaged_value_folder_is_refused_by_the_file_at_fault(fitted, tmp_path: Path, name: str, damage) -> None:
+    folder = shutil.copytree(fitted[1], tmp_path / "value")
+    damaged = damage((folder / name).read_text())
+    (folder / name).unlink() if damaged is None else (folder / name).write_text(damaged)
+    with pytest.raises(FitError, match="version None" if damaged == "[]" else f"{name}: .*altered since the fit"):
+        load_value(folder)
+
+
 def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log", planted_log(0, prompts=1), PLANTED)
     with pytest.raises(FitError, match="holds one prompt"):
@@ -251,6 +270,8 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     short = write_log(tmp_path / "short", planted_log(0, prompts=2, length=4), PLANTED)
     with pytest.raises(FitError, match="no answer is longer than 4 tokens"):
         fit_value(short, PLANTED_PROFILE, tmp_path / "value")
+    with pytest.raises(FitError, match=r"manifest\.json is a file; give a folder"):
+        fit_value(log, PLANTED_PROFILE, log / "manifest.json")
     with pytest.raises(ValueError, match="--model 'forest'"):
         ValueModel("forest").fit(planted_log(0, prompts=2), PLANTED_PROFILE, PLANTED)
     manifest = json.loads((log / "manifest.json").read_text())

@@ -1,7 +1,6 @@
 """The command line: one command a stage, and `demo` for all of them. Results go to stdout, all else to stderr."""
 
 import json
-import math
 import os
 import signal
 import sys
@@ -593,13 +592,14 @@ def _priced(latency: Path | None, what_if: str | None) -> Any:
     if latency is not None:
         return LatencyProfile.load(latency)
     assert what_if is not None
-    fields = dict(part.partition("=")[::2] for part in what_if.split(","))
+    fields = [part.partition("=")[::2] for part in what_if.split(",")]
     try:
-        values = {name.strip(): float(value) for name, value in fields.items()}
+        values = {name.strip(): float(value) for name, value in fields}
     except ValueError:
         values = {}
-    if not all(0 < value < math.inf for value in values.values()) or sorted(values) not in (["r"], ["t_mid", "t_tgt"]):
-        raise ValueError(f"--what-if {what_if!r}: give r=0.3, or t_tgt=82,t_mid=48 in ms, numbers above 0")
+    known = len(fields) == len(values) and sorted(values) in (["r"], ["t_mid", "t_tgt"])
+    if not known or not all(1e-6 <= value <= 1e6 for value in values.values()):
+        raise ValueError(f"--what-if {what_if!r}: give r=0.3, or t_tgt=82,t_mid=48 in ms, numbers from 1e-6 to 1e6")
     if "r" in values:
         return LatencyProfile.what_if(values["r"])
     return LatencyProfile(Curve((1,), (values["t_tgt"],)), Curve((1,), (values["t_mid"],)), machine=what_if)

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from upath import UPath
 
 from treegraft.data.files import Location, listing, location, write_whole
+from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.signals import LOGGED, SIGNALS
 
 VERSION = 1
@@ -74,6 +75,16 @@ def read_manifest(folder: Location) -> dict[str, Any]:
         raise LogError(f"{path}: not a manifest; `treegraft collect` makes one")
     if manifest.get("version") != VERSION:
         raise LogError(f"{path}: log version {manifest.get('version')!r}; this treegraft reads version {VERSION}")
+    try:
+        Drafting(**manifest["drafting"])
+        files = [part[table]["file"] for part in manifest["parts"] for table in TABLES]
+        prompts = [(part["file"], part["prompt"]) for part in manifest["parts"]]
+        strange = [name for name in files if not part_files([name]) or "/" in name]
+    except (KeyError, TypeError, ValueError) as error:
+        raise LogError(f"{path}: damaged or altered ({type(error).__name__}: {error}); collect again") from error
+    if strange or len(set(prompts)) < len(prompts) or len(set(files)) < len(files):
+        what = f"names {strange[0]!r}" if strange else "names a prompt or a file twice"
+        raise LogError(f"{path}: altered, it {what}; put the collector's own back, or collect again")
     return manifest
 
 
@@ -306,10 +317,30 @@ def read_answers(folder: Location, manifest: dict[str, Any], parts: Iterable[dic
     drafting = manifest["drafting"]
     for part in parts:
         decisions, leaves = (pq.read_table(pa.BufferReader(file)) for _, file in read_part(folder, part).values())
+        if told := _disagreement(part, leaves, drafting):
+            raise LogError(
+                f"{folder / part['leaves']['file']}: {told}; one of them was altered: collect into another folder"
+            )
         answers += _answers(decisions, leaves, part, drafting["depth"], drafting["budget"])
     if not answers:
         raise LogError(f"{folder}: holds no finished prompt yet; run `treegraft collect` again to go on")
     return answers
+
+
+def _disagreement(part: dict[str, Any], leaves: pa.Table, drafting: dict[str, Any]) -> str:
+    """How a part's leaves contradict what the manifest says of them; "" where they agree."""
+    keys = ("file", "prompt", "turn", "prompt_length", "answer_length")
+    found = leaves.group_by(list(keys)).aggregate([]).to_pylist()
+    for own in found:
+        told = (part["file"], part["prompt"], *([own["turn"], *part["lengths"][own["turn"]]]
+                                                if own["turn"] < len(part["lengths"]) else [None]))  # fmt: skip
+        if tuple(own.values()) != told:
+            return f"holds {own}, which is not what {MANIFEST} says of it"
+    for name, most in (("log_s", drafting["budget"]), ("tokens", drafting["depth"])):
+        longest = pc.max(pc.list_value_length(leaves[name])).as_py() or 0
+        if longest > most:
+            return f"holds {longest} values of {name}, more than the {most} of {MANIFEST}"
+    return ""
 
 
 def _answers(decisions: pa.Table, leaves: pa.Table, part: dict[str, Any], depth: int, budget: int) -> list[Answer]:

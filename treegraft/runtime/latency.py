@@ -10,6 +10,7 @@ import numpy as np
 
 from treegraft.runtime.signals import UNCERTAINTY
 
+MOST = 1e9  # ms, or tokens, that a profile may hold
 STEP_TIMES = ("small_step_ms", "medium_step_ms", "round_ms", "medium_first_ms", "decision_ms", "uncertainty_ms")
 
 
@@ -95,18 +96,24 @@ class LatencyProfile:
         for name, curve in curves.items():
             times = (*curve.ms, curve.context_ms, curve.context_token_ms)
             paired = len(curve.tokens) == len(curve.ms) > 0
-            if not paired or not _finite((*curve.tokens, *times)) or not np.all(np.diff(curve.tokens) > 0):
-                raise ProfileError(f"{where}: {name} needs increasing tokens with finite times >= 0 ms")
+            if not paired or not _sensible((*curve.tokens, *times)) or not np.all(np.diff(curve.tokens) > 0):
+                raise ProfileError(f"{where}: {name} needs increasing tokens with times of 0 to {MOST:g} ms")
+            if not np.all(np.diff(curve.ms) >= 0):
+                raise ProfileError(f"{where}: {name} needs times that do not fall as tokens grow")
+        if profile.target.ms[0] <= 0:
+            raise ProfileError(f"{where}: target needs times above 0 ms")
         for name in STEP_TIMES:
-            if not _finite((getattr(profile, name),)):
-                raise ProfileError(f"{where}: {name} needs a finite time >= 0 ms")
+            if not _sensible((getattr(profile, name),)):
+                raise ProfileError(f"{where}: {name} needs a time of 0 to {MOST:g} ms")
+        if not isinstance(profile.machine, str) or not profile.machine.isprintable():
+            raise ProfileError(f"{where}: machine needs a line of text")
         return profile
 
     @classmethod
     def load(cls, path: Path) -> "LatencyProfile":
         try:
             data = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"{path}: cannot be read ({error}); make one with `treegraft profile`") from error
         return cls.from_dict(data, str(path))
 
@@ -116,8 +123,8 @@ class LatencyProfile:
         return cls(Curve((1,), (1.0,)), Curve((1,), (ratio,)), machine=f"what-if r={ratio}")
 
 
-def _finite(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
+def _sensible(values: tuple[Any, ...]) -> bool:
+    return all(type(value) in (int, float) and 0 <= value <= MOST for value in values)
 
 
 def fit_curve(tokens: np.ndarray, context: np.ndarray, ms: np.ndarray) -> Curve:

@@ -22,11 +22,11 @@ Part = dict[str, Any]  # of a manifest: one prompt
 
 
 def divide(manifest: dict[str, Any], seed: int, most: int) -> tuple[list[Part], list[Part]]:
-    """A random choice of a log's prompts with at most `most` decision points to fit, and the prompts left over."""
+    """A random choice of prompts (two or more) to fit, of at most `most` decision points, and the prompts left over."""
     parts = manifest["parts"]
     order = np.random.default_rng(seed).permutation(len(parts))
     points = np.cumsum([parts[i]["decisions"]["rows"] for i in order])
-    fitted = set(order[points <= most].tolist())
+    fitted = set(order[(points <= most) | (np.arange(len(order)) < 2)].tolist())  # a fit needs two
     return [p for i, p in enumerate(parts) if i in fitted], [p for i, p in enumerate(parts) if i not in fitted]
 
 

@@ -60,7 +60,7 @@ from treegraft.value_system.replay import (
 from treegraft.value_system.report import write_report
 from treegraft.value_system.sample import FITTED, Part, divide
 
-VERSION = 2
+VERSION = 3
 KINDS = ("lightgbm", "linear")
 TURNS = 3  # of fitting and replaying
 VALUE_MODEL = "value model"
@@ -343,13 +343,14 @@ class ValueModel(BaseEstimator):
             self.models_[step] = Linear.fit(x, y, weight)
         return (self.predict(step, values) > 0).reshape(margin.shape)
 
-    def save(self, folder: Path) -> None:
-        """One file a step: LightGBM's text, or JSON if linear."""
+    def save(self, folder: Path) -> list[Path]:
+        """One file a step, LightGBM's text or JSON if linear; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
-        for step, model in self.models_.items():
-            (folder / f"step-{step}.txt").write_text(
-                model.to_json() if isinstance(model, Linear) else model.model_to_string()
-            )
+        paths = []
+        for step, model in sorted(self.models_.items()):
+            paths.append(folder / f"step-{step}.txt")
+            paths[-1].write_text(model.to_json() if isinstance(model, Linear) else model.model_to_string())
+        return paths
 
     @classmethod
     def load(cls, folder: Path, kind: str, signals: Sequence[str], rho: float, depth: int) -> "ValueModel":
@@ -358,7 +359,7 @@ class ValueModel(BaseEstimator):
         model.models_ = {}
         for step in range(1, depth + 1):
             path = folder / f"step-{step}.txt"
-            if path.exists():
+            if path.exists():  # else no call was possible at that step
                 text = path.read_text()
                 model.models_[step] = Linear.from_json(text) if kind == "linear" else lightgbm.Booster(model_str=text)
         return model
@@ -454,9 +455,13 @@ def fit_value(
         ],
     }
     out_folder.mkdir(parents=True, exist_ok=True)
-    for name, own in (("all", model), *((f"fold-{i}", own) for i, own in enumerate(chosen))):
-        own.save(out_folder / name)
+    saved = [path for name, own in (("all", model), *((f"fold-{i}", own) for i, own in enumerate(chosen)))
+             for path in own.save(out_folder / name)]  # fmt: skip
     profile.save(out_folder / "latency.json")
+    report["files"] = {
+        str(path.relative_to(out_folder)): _sha256(path.read_bytes()) for path in [*saved, out_folder / "latency.json"]
+    }
+    report["sha256"] = _seal(report)
     (out_folder / "value.json").write_text(json.dumps(report, indent=1) + "\n")
     write_metrics(out_folder, VALUE_MODEL, gains(answers, held_out, against))
     write_report(out_folder)
@@ -615,8 +620,17 @@ def _calibration(
     ]
 
 
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def _hash(log_folder: Location) -> str:
-    return hashlib.sha256((log_folder / MANIFEST).read_bytes()).hexdigest()
+    return _sha256((log_folder / MANIFEST).read_bytes())
+
+
+def _seal(report: dict[str, Any]) -> str:
+    """The hash that tells whether a report, its models and its profile are those of one fit, unaltered."""
+    return _sha256(json.dumps({name: value for name, value in report.items() if name != "sha256"}).encode())
 
 
 @dataclass
@@ -649,14 +663,18 @@ def load_value(folder: Path) -> Value:
         report = json.loads((folder / "value.json").read_text())
     except (OSError, ValueError) as error:
         raise FitError(f"{folder}: not a value folder ({error}); `treegraft fit-value` makes one") from error
-    if report.get("version") != VERSION:
-        raise FitError(
-            f"{folder}: version {report.get('version')!r}; this treegraft reads version {VERSION}: fit again"
-        )
+    version = report.get("version") if isinstance(report, dict) else None
+    if version != VERSION:
+        raise FitError(f"{folder}: version {version!r}; this treegraft reads version {VERSION}: fit again")
+    if report.get("sha256") != _seal(report):
+        raise FitError(f"{folder / 'value.json'}: altered since the fit; run `treegraft fit-value` again")
+    for name, digest in report["files"].items():
+        if not (folder / name).exists() or _sha256((folder / name).read_bytes()) != digest:
+            raise FitError(f"{folder / name}: missing or altered since the fit; run `treegraft fit-value` again")
     log_folder = location(report["log"]["folder"])
     manifest = read_manifest(log_folder)
     for name, letter in (("depth", "K"), ("width", "W"), ("children", "m"), ("budget", "B")):
-        held, wanted = manifest["drafting"][name], report["drafting"][name]
+        held, wanted = manifest["drafting"].get(name), report["drafting"][name]
         if held != wanted:
             raise FitError(
                 f"{folder}: was fitted to a log with {letter} = {wanted}, but {log_folder} now has {letter} = {held}; "
