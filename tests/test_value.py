@@ -27,15 +27,13 @@ from treegraft.value_system.replay import (
 from treegraft.value_system.value import (
     CONTEXT,
     FitError,
-    Onward,
     ValueModel,
     backward,
     features,
     fit_value,
-    h_caught_up,
-    h_uncalled,
     leaf_worth,
     load_value,
+    onward,
     path,
     score_calibration,
     states_of,
@@ -99,10 +97,9 @@ def test_the_worth_of_a_leaf_by_hand() -> None:
     states = states_of(log, run)
     states.later[:] = 0.4
     leaves = all_leaves(log, CUT, COSTLY)
-    caught_up, uncalled = np.arange(11) % 8, np.array([0, 0, 4, 0, 0, 2, 0, 0, 0, 6, 0])
+    masks = np.arange(11) % 8
+    worth = leaf_worth(log, leaves, states, masks, rho, COSTLY)
     answer = log.answers[0]
-    states.lag[[0, 3, 4, 8]] = log.context[[0, 3, 4, 8]]  # as if the first call were still to come there
-    worth = leaf_worth(log, leaves, states, Onward(caught_up, uncalled), rho, COSTLY)
     for t in range(11):
         for mask in range(8):
             context, lag = answer.prompt_length + t, int(states.lag[t])
@@ -113,26 +110,20 @@ def test_the_worth_of_a_leaf_by_hand() -> None:
             ms += mask.bit_count() * COSTLY.medium_step_ms + (3 - mask.bit_count()) * COSTLY.small_step_ms
             ms += sum(float(COSTLY.medium(c, context)) for c in counts if c)
             if first:
-                ms += COSTLY.medium_first_ms + catch_up(lag, first, context)
-            waits = lag == context and not first
+                ms += COSTLY.medium_first_ms + float(
+                    COSTLY.medium(lag + first, context) - COSTLY.medium(first, context)
+                )
             left = accepted - min(accepted, answer.q[t, mask]) if first else lag + 1 + accepted
-            debt = 0.0 if waits else catch_up(left, 1, context)
+            debt = float(COSTLY.medium(left + 1, context) - COSTLY.medium(1, context))
             emitted = min(accepted + 1, 11 - t)
             after, landing = 0.0, t + accepted + 1
             if landing >= 11:
                 debt = 0.0
-            while landing < 11:  # the rounds to come, lag aside but for the prompt's
-                later = (uncalled if waits else caught_up)[landing]
+            while landing < 11:  # the rounds to come, lag aside
+                later = masks[landing]
                 after += int(leaves.emitted[landing, later]) - rho * float(leaves.ms[landing, later])
-                if waits and (calls := int(leaves.first[landing, later])):
-                    after -= rho * catch_up(answer.prompt_length + landing, calls, answer.prompt_length + landing)
-                    waits = False
                 landing += int(leaves.accepted[landing, later]) + 1
             assert worth[t, mask] == pytest.approx(emitted - rho * (ms + 0.4 * debt) + after)
-
-
-def catch_up(lag: int, first: int, context: int) -> float:
-    return float(COSTLY.medium(lag + first, context) - COSTLY.medium(first, context))
 
 
 def test_backward_induction_follows_its_own_decisions() -> None:
@@ -292,9 +283,7 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
 def test_onward_worth_is_what_the_rounds_to_come_bring() -> None:
     log = flatten(random_log(4, (14, 9)))
     leaves, rho = all_leaves(log, CUT, COSTLY), 0.05
-    masks = np.full(len(log.position), 5)
-    worth = h_caught_up(log, leaves, masks, rho)
-    at_first = h_uncalled(log, leaves, masks, rho, COSTLY, worth)
+    worth = onward(log, leaves, np.full(len(log.position), 5), rho)
     run = replay(log, Mask(5), CUT, COSTLY, DRAFTING)
     for index, answer in enumerate(log.answers):
         mine = run.trace["answer"] == index
@@ -304,11 +293,6 @@ def test_onward_worth_is_what_the_rounds_to_come_bring() -> None:
         )
         whole = answer.length - 1 - rho * (run.decode_ms[index] - lags)
         assert worth[log.first[index]] == pytest.approx(whole)
-        calls = run.trace["tokens"][mine]
-        called = int(calls.any(axis=1).argmax())
-        at = answer.prompt_length + int(run.trace["position"][mine][called])
-        prompt = catch_up(int(run.trace["lag"][mine][called]), int(calls[called][calls[called] > 0][0]), at)
-        assert at_first[log.first[index]] == pytest.approx(whole - rho * prompt)
 
 
 def test_scores_are_held_against_what_is_accepted(fitted) -> None:

@@ -387,17 +387,10 @@ def fixed_point(
     return rho, runs[rho]
 
 
-def best_mask(
-    answers: Sequence[Answer] | Positions, profile: LatencyProfile, drafting: Drafting, least: int = 0
-) -> int:
-    """The fixed mask of most replayed tokens per second (the lowest on ties), at its own fixed point of rho.
-
-    Of those from `least` on, if the log has any; else 0.
-    """
+def best_mask(answers: Sequence[Answer] | Positions, profile: LatencyProfile, drafting: Drafting) -> int:
+    """The fixed mask of most replayed tokens per second (the lowest on ties), at its own fixed point of rho."""
     log = flatten(answers)
-    masks = np.array([m for m in range(least, 1 << log.depth) if log.possible[:, m].all() and _within(drafting, m)])
-    if not len(masks):
-        return 0
+    masks = np.array([m for m in range(1 << log.depth) if log.possible[:, m].all() and _within(drafting, m)])
     rho = _autoregressive(log, profile).rho
     tokens = np.array([answer.length for answer in log.answers])
     best, tried = (0.0, 0), set[float]()

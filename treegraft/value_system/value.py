@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,6 @@ class States:
     weight: np.ndarray
     later: np.ndarray
 
-    def lagging(self, lag: np.ndarray) -> "States":
-        """The same states with another lag (R,)."""
-        values = self.values.copy()
-        values[:, TRAJECTORY.index("lag")] = lag
-        return replace(self, lag=lag, values=values)
-
 
 def states_of(log: Positions, run: Replay) -> States:
     """The trajectory states that a replay of `log` leads to.
@@ -132,40 +126,23 @@ def states_of(log: Positions, run: Replay) -> States:
     return States(lags, values, weight * (log.remaining > log.depth), later)
 
 
-@dataclass
-class Onward:
-    """The masks (R,) that later rounds follow: after the first call of an answer, and until then."""
-
-    caught_up: np.ndarray
-    uncalled: np.ndarray
-
-
 def leaf_worth(
-    log: Positions, leaves: Leaves, states: States, onward: Onward, rho: float, profile: LatencyProfile
+    log: Positions, leaves: Leaves, states: States, masks: np.ndarray, rho: float, profile: LatencyProfile
 ) -> np.ndarray:
-    """Worth in tokens of every leaf (R, M), later rounds following `onward`; NaN where the log has none."""
+    """Worth in tokens of every leaf (R, M), later rounds following `masks` (R,); NaN where the log has none."""
     context, lag = log.context[:, None], states.lag[:, None]
     ms = leaves.ms + lag_ms(profile, lag, leaves.first, context)
     left = next_lag(lag, leaves.accepted, log.q, leaves.first > 0)
     # A later call will pay for the lag that is left, if one comes before the answer ends.
     landing = leaves.accepted + 1
     ends = log.remaining[:, None] <= landing
-    caught_up = h_caught_up(log, leaves, onward.caught_up, rho)
-    uncalled = h_uncalled(log, leaves, onward.uncalled, rho, profile, caught_up)
-    # Before an answer's first call, what catching up on the prompt costs is in h: the call may never come.
-    waits = uncalled_yet(log, states)[:, None] & (leaves.first == 0)
-    debt = np.where(ends | waits, 0.0, lag_ms(profile, left, 1, context))
-    rows = np.where(ends, 0, np.arange(len(log.position))[:, None] + landing)
-    after = np.where(ends, 0.0, np.where(waits, uncalled[rows], caught_up[rows]))
+    debt = np.where(ends, 0.0, lag_ms(profile, left, 1, context))
+    rows = np.arange(len(log.position))[:, None]
+    after = np.where(ends, 0.0, onward(log, leaves, masks, rho)[np.where(ends, 0, rows + landing)])
     return np.where(log.possible, leaves.emitted - rho * (ms + states.later[:, None] * debt) + after, np.nan)
 
 
-def uncalled_yet(log: Positions, states: States) -> np.ndarray:
-    """Whether the medium drafter has not been called in the answer so far (R,)."""
-    return states.lag == log.context
-
-
-def h_caught_up(log: Positions, leaves: Leaves, masks: np.ndarray, rho: float) -> np.ndarray:
+def onward(log: Positions, leaves: Leaves, masks: np.ndarray, rho: float) -> np.ndarray:
     """What each position is worth (R,), in tokens: those to come - rho * their time, under `masks` (R,), lag aside.
 
     Some positions are good ones to land on, such as the start of a passage that the small drafter can copy.
@@ -178,26 +155,6 @@ def h_caught_up(log: Positions, leaves: Leaves, masks: np.ndarray, rho: float) -
     for row in reversed(range(len(worth))):
         if not last[row]:
             worth[row] += worth[following[row]]
-    return np.array(worth)
-
-
-def h_uncalled(
-    log: Positions, leaves: Leaves, masks: np.ndarray, rho: float, profile: LatencyProfile, caught_up: np.ndarray
-) -> np.ndarray:
-    """The same before the answer's first call: the round of `masks` (R,) that makes it catches up on the prompt.
-
-    From there on a position is worth `caught_up` (R,).
-    """
-    rows = np.arange(len(masks))
-    emitted, ms, accepted, first = (
-        part[rows, masks] for part in (leaves.emitted, leaves.ms, leaves.accepted, leaves.first)
-    )
-    last = (log.remaining <= accepted + 1).tolist()
-    following, calls = (rows + accepted + 1).tolist(), (first > 0).tolist()
-    worth = (emitted - rho * (ms + lag_ms(profile, log.context, first, log.context))).tolist()
-    for row in reversed(range(len(worth))):
-        if not last[row]:
-            worth[row] += (caught_up if calls[row] else worth)[following[row]]
     return np.array(worth)
 
 
@@ -299,21 +256,20 @@ class ValueModel(BaseEstimator):
             raise ValueError(f"--model {self.kind!r}: give one of {', '.join(KINDS)}")
         log = flatten(answers)
         if start is None:
-            # One that calls: small alone says nothing of what calls bring once the first has caught up on the prompt.
-            mask = best_mask(log, profile, drafting, least=1)
+            mask = best_mask(log, profile, drafting)
             rho, run = fixed_point(log, Mask(mask), profile, drafting)
-            states, onward = states_of(log, run), Onward(*np.full((2, len(log.position)), mask))
+            states, masks = states_of(log, run), np.full(len(log.position), mask)
         else:
-            rho, states, onward = start.rho_, start.states_, start.onward(log, start.states_)
+            rho, states, masks = start.rho_, start.states_, start.masks(log, start.states_)
         deciding = profile.deciding(drafting.depth, self.reads)
         for _ in range(TURNS if start is None else 1):
             leaves = all_leaves(log, Cut("worth", rho, profile), deciding)
-            worth = leaf_worth(log, leaves, states, onward, rho, profile)
+            worth = leaf_worth(log, leaves, states, masks, rho, profile)
             self.models_ = {}
             backward(log, worth, partial(self._fit_step, log, states))
             rho, run = fixed_point(log, self, profile, drafting, rho)
             states = states_of(log, run)
-            onward = self.onward(log, states)
+            masks = self.masks(log, states)
         self.rho_, self.states_ = rho, states
         return self
 
@@ -355,11 +311,6 @@ class ValueModel(BaseEstimator):
             predicted = self.predict(step, features(log, states, step)).reshape(-1, half)
             made.append(np.where(log.possible[:, half : 2 * half], predicted, -np.inf))
         return made
-
-    def onward(self, log: Positions, states: States) -> Onward:
-        """The masks that the model decides on at each position, after an answer's first call and before it."""
-        caught_up = np.where(uncalled_yet(log, states), 0, states.lag)
-        return Onward(*(self.masks(log, states.lagging(lag)) for lag in (caught_up, log.context)))
 
     def masks(self, log: Positions, states: States) -> np.ndarray:
         """The mask (R,) that the model decides on at each position."""
@@ -654,7 +605,7 @@ def _calibration(
         predicted = model.margins(log, states)
         decisions = [margin > 0 for margin in predicted]
         leaves = all_leaves(log, cut, profile.deciding(drafting.depth, model.reads))
-        worth = leaf_worth(log, leaves, states, model.onward(log, states), model.rho_, profile)
+        worth = leaf_worth(log, leaves, states, path(decisions)[-1], model.rho_, profile)
         realised = backward(log, worth, lambda step, _, own=decisions: own[step - 1])  # type: ignore[misc]
         rows = np.arange(len(log.position))
         for step, mask in enumerate(path(decisions)[:-1]):
