@@ -329,12 +329,10 @@ def read_answers(folder: Location, manifest: dict[str, Any], parts: Iterable[dic
 
 def _disagreement(part: dict[str, Any], leaves: pa.Table, drafting: dict[str, Any]) -> str:
     """How a part's leaves contradict what the manifest says of them; "" where they agree."""
-    keys = ("file", "prompt", "turn", "prompt_length", "answer_length")
-    found = leaves.group_by(list(keys)).aggregate([]).to_pylist()
-    for own in found:
-        told = (part["file"], part["prompt"], *([own["turn"], *part["lengths"][own["turn"]]]
-                                                if own["turn"] < len(part["lengths"]) else [None]))  # fmt: skip
-        if tuple(own.values()) != told:
+    told = {(part["file"], part["prompt"], turn, *lengths) for turn, lengths in enumerate(part["lengths"])}
+    keys = ["file", "prompt", "turn", "prompt_length", "answer_length"]
+    for own in leaves.group_by(keys).aggregate([]).to_pylist():
+        if tuple(own.values()) not in told:
             return f"holds {own}, which is not what {MANIFEST} says of it"
     for name, most in (("log_s", drafting["budget"]), ("tokens", drafting["depth"])):
         longest = pc.max(pc.list_value_length(leaves[name])).as_py() or 0

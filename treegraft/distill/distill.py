@@ -4,6 +4,7 @@ Students learn the value model's margins on the states that they themselves visi
 second on prompts that neither they nor their teacher saw (spec section 7).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel, parse_artifact
 from treegraft.runtime.size import Cut
-from treegraft.value_system.gains import choose_by_others, fastest, gains, held_out_ms, rivals
+from treegraft.value_system.gains import choose_by_others, fastest, gains, held_out_ms, over_folds, rivals
 from treegraft.value_system.replay import (
     Positions,
     Replay,
@@ -71,29 +72,27 @@ def distill(value_folder: Path, out_path: Path, kind: str = "auto") -> dict[str,
         "small": against.small,
         "medium": against.medium,
         "best mask": against.best_fixed,
-        **{name: np.zeros(len(value.answers)) for name in wanted},
     }
-    for fold, model in value.folds:
-        for name in wanted:
-            student = learn(name, fold.train, model, profile, drafting)
-            ms[name][fold.index] = held_out_ms(fold, student, profile, drafting)
 
+    def tested(schedules: Sequence[Schedule]) -> np.ndarray:
+        return over_folds(folds, schedules, lambda fold, schedule: held_out_ms(fold, schedule, profile, drafting))
+
+    students = {
+        name: tested([learn(name, fold.train, model, profile, drafting) for fold, model in value.folds])
+        for name in wanted
+    }
     fallback = best_mask(log, profile, drafting)
-    by_mask = np.zeros(len(value.answers))
-    for fold in folds:
-        by_mask[fold.index] = held_out_ms(fold, Mask(fallback), profile, drafting)
+    by_mask = tested([Mask(fallback)] * len(folds))
 
     def over_masks(learned_ms: np.ndarray) -> dict[str, Any]:
         """The gain over the best fixed mask of each fold or over the mask that would ship: the less certain one."""
         found = [gain(value.answers, learned_ms, base) for base in (against.best_fixed, by_mask)]
         return min(found, key=lambda over: over["interval"][0])
 
-    judged = {name: over_masks(ms[name]) for name in wanted}
-    students = {name: ms[name] for name in wanted}
+    judged = {name: over_masks(times) for name, times in students.items()}
     chosen = fastest(value.answers, students)
-    held_out = np.zeros(len(value.answers))
-    for fold, name in zip(folds, choose_by_others(value.answers, folds, students, fastest)):
-        held_out[fold.index] = ms[name][fold.index]
+    of_folds = choose_by_others(value.answers, folds, students, fastest)
+    held_out = over_folds(folds, of_folds, lambda fold, name: students[name][fold.index])
     better = over_masks(held_out)["interval"][0] > 1
     by_hand = fixed_point(log, Mask(fallback), profile, drafting)
     schedule: Schedule = Mask(fallback)

@@ -67,6 +67,14 @@ def make_fold(answers: Sequence[Answer], test: np.ndarray) -> Fold:
                 flatten([answers[i] for i in test]), test)  # fmt: skip
 
 
+def over_folds(folds: Sequence[Fold], ways: Sequence[Way], ms_of: Callable[[Fold, Way], np.ndarray]) -> np.ndarray:
+    """Held-out times (answers,): `ms_of` gives those of a fold's test answers by that fold's own way."""
+    ms = np.zeros(sum(len(fold.index) for fold in folds))
+    for fold, way in zip(folds, ways):
+        ms[fold.index] = ms_of(fold, way)
+    return ms
+
+
 def choose_by_others(
     answers: Sequence[Answer],
     folds: Sequence[Fold],

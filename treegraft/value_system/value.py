@@ -36,6 +36,7 @@ from treegraft.value_system.gains import (
     gains,
     make_fold,
     make_folds,
+    over_folds,
     prompt_groups,
     rivals,
 )
@@ -397,10 +398,7 @@ def fit_value(
     folds = list(make_folds(answers))
 
     def tested(models: list[ValueModel]) -> np.ndarray:
-        ms = np.zeros(len(answers))
-        for fold, model in zip(folds, models):
-            ms[fold.index] = _test(fold, model, profile, drafting)
-        return ms
+        return over_folds(folds, models, lambda fold, model: _test(fold, model, profile, drafting))
 
     full = [ValueModel(kind, seed).fit(fold.train, profile, drafting) for fold in folds]
     candidates = NAMES
