@@ -10,7 +10,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from sklearn.tree import DecisionTreeRegressor
 
 from treegraft.distill.export import to_onnx
 from treegraft.runtime.scheduler import TreeModel, load_artifact
-from treegraft.runtime.signals import RELEASE, State, compute
+from treegraft.runtime.signals import RELEASE, Reading, compute
 from treegraft.runtime.verify import state_of
 
 RUNS, LAYERS = 40, (17, 64, 32, 1)
@@ -75,18 +76,19 @@ def main(path: Path) -> None:
     padded = [[*row.tolist(), *[0.0] * LAYERS[0]][: LAYERS[0]] for row in x]
     known = [state_of(v["state"], width) for v in vectors]
 
-    def fresh(row: int) -> State:
-        """The state as a decoder makes it before every step; its tree is there already."""
-        old = known[row]
-        return State(
-            old.tree, width, old.step, old.mask, old.prompt_length, old.answer_position, old.target_entropy,
-            old.target_margin, match=old.match, planned=old.planned, lag=old.lag, accepted=old.accepted,
-        )  # fmt: skip
+    def reading(row: int) -> Reading:
+        """As a decoder makes it before every step; the tree is there already."""
+        state = known[row]
+        return Reading(state, state.step, state.mask, state.lag)
+
+    def every(names: Sequence[str], row: int) -> dict[str, Any]:
+        return compute(names, copy(known[row]))
 
     contenders: dict[str, Callable[[int], object]] = {
         "decision, signals given": lambda i: artifact.decide(steps[i], 0, rows[i]),
-        "signals and decision": lambda i: artifact.decide(steps[i], 0, compute(reads, fresh(i))),
-        "the release's six signals": lambda i: compute(RELEASE, fresh(i)),
+        "signals on the way and decision": lambda i: artifact.decide(steps[i], 0, reading(i)),
+        "all its signals and decision": lambda i: artifact.decide(steps[i], 0, every(reads, i)),
+        "the release's six signals": lambda i: every(RELEASE, i),
         "perceptron 17-64-32-1, plain Python": lambda i: network(padded[i]),
         "onnxruntime, one row": lambda i: session.run(None, {"step": [steps[i]], "signals": x[i : i + 1]}),
         "LightGBM predict, 100 trees, one row": lambda i: boosted.predict(x[i : i + 1]),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from textwrap import wrap
 
@@ -58,9 +58,7 @@ def watch(target: Model, medium: Model | None, plan: Plan, prompt: list[int], ma
     if not plan.drafting.depth:
         raise ValueError(f"schedule {plan.name!r} drafts no tree, so there is nothing to draw")
     seen: list[tuple[DraftTree, list[int], list[int]]] = []
-    decoded = decode(
-        target, medium, prompt, _reading_sizes(plan), max_new_tokens, on_tree=lambda *round_: seen.append(round_)
-    )
+    decoded = decode(target, medium, prompt, plan, max_new_tokens, on_tree=lambda *round_: seen.append(round_))
     tokenizer = target.tokenizer
 
     def word(token: int) -> str:
@@ -85,18 +83,8 @@ def most_telling(rounds: list[DrawnRound]) -> DrawnRound:
     return max(rounds, key=lambda drawn: ({"small", "medium"} <= set(drawn.tree.proposers), len(drawn.accepted)))
 
 
-def _reading_sizes(plan: Plan) -> Plan:
-    """The same plan, reading `tree_size` besides: the tree's size before a step tells which nodes the step attached."""
-    artifact = plan.schedule if isinstance(plan.schedule, Artifact) else None
-    schedule = artifact.schedule if artifact else plan.schedule
-    assert not isinstance(schedule, Artifact)
-    if "tree_size" not in schedule.reads:
-        schedule = replace(schedule, reads=(*schedule.reads, "tree_size"))
-    return replace(plan, schedule=replace(artifact, schedule=schedule) if artifact else schedule)
-
-
 def _steps(plan: Plan, done: Round, nodes: int) -> list[Step]:
-    starts = [read["tree_size"] + 1 for read in done.signals] + [nodes]
+    starts = [*done.starts, nodes]
     return [
         Step(
             "medium" if done.mask >> k & 1 else "small",
@@ -115,6 +103,8 @@ def why(plan: Plan, step: int, mask: int, signals: dict[str, float]) -> str:
         return "no medium call left in this round"
     if isinstance(schedule, Mask):
         return "fixed by the schedule"
+    if not all(map(math.isfinite, signals.values())):
+        return "a signal was not finite: fallback schedule"
     if isinstance(schedule, Rules):
         return _which_rule([rule for rule in schedule.rules if rule.step == step], signals)
     tightest: dict[tuple[str, str], float] = {}

@@ -36,6 +36,7 @@ class Round:
     kept: int
     accepted: int
     ms: dict[str, float]
+    starts: list[int]  # the tree's nodes, root included, before each step
     signals: list[dict[str, Any]]  # what each decision read
 
     @property
@@ -196,7 +197,7 @@ def decode_rounds(
         paths = Paths(root, committed, small.longest)
         tree = DraftTree(token=[root])
         lag = 0 if drafter is None else drafter.lag(committed)
-        mask, tokens, read = 0, list[int](), list[dict[str, Any]]()
+        mask, tokens, starts, read = 0, list[int](), list[int](), list[dict[str, Any]]()
         if not first:
             entropy, margin = decoded.uncertainty[-1] if uncertain else (0.0, 0.0)
             state = signals.State(
@@ -214,7 +215,7 @@ def decode_rounds(
                 accepted=[done.accepted for done in decoded.rounds],
             )
             before = _fallbacks(now)
-            mask, tokens, read = draft(tree, paths, committed, small, drafter, now, state, clock)
+            mask, tokens, starts, read = draft(tree, paths, committed, small, drafter, now, state, clock)
             decoded.fallbacks += _fallbacks(now) - before
         order = tree.ordered(now.drafting.budget)
         kept = order[: now.cut.size([tree.log_s[node] for node in order], len(committed))]
@@ -242,7 +243,7 @@ def decode_rounds(
         else:
             decoded.rounds.append(
                 Round(len(decoded.tokens) - len(emitted) - 1, lag, mask, tokens, len(tree) - 1, len(kept),
-                      len(accepted), clock.ms, read)
+                      len(accepted), clock.ms, starts, read)
             )  # fmt: skip
         decoded.total_ms = (perf_counter() - start) * 1e3
         yield decoded
@@ -259,23 +260,18 @@ def draft(
     plan: Plan,
     state: signals.State,
     clock: "_Clock",
-) -> tuple[int, list[int], list[dict[str, Any]]]:
+) -> tuple[int, list[int], list[int], list[dict[str, Any]]]:
     """Grow the tree by K steps, each with the drafter that the schedule names.
 
-    Returns the mask of medium steps, the nodes processed in each step, and the signals that each decision read.
+    Returns the mask of medium steps and, by step, the nodes processed, the tree's size before it, and the signals read.
     """
     drafting, schedule = plan.drafting, plan.schedule
-    mask, tokens, read = 0, list[int](), list[dict[str, Any]]()
+    mask, tokens, starts, read = 0, list[int](), list[int](), list[dict[str, Any]]()
     for step in range(1, drafting.depth + 1):
-        names = schedule.reads
-        if names:
-            lag = 0 if any(tokens) else state.lag
-            now = signals.State(**{**_shared(state), "step": step, "mask": mask, "lag": lag})
-            values = signals.compute(names, now)
-            read.append(values)
-        else:
-            values = {}
-        invoke = drafting.may_call(mask) and schedule.decide(step, mask, values)
+        reading = signals.Reading(state, step, mask, 0 if any(tokens) else state.lag)
+        invoke = drafting.may_call(mask) and schedule.decide(step, mask, reading)
+        read.append(dict(reading))
+        starts.append(len(tree))
         clock.lap("signals")
         if invoke:
             if medium is None:
@@ -291,7 +287,7 @@ def draft(
             small_step(tree, paths, small, medium, drafting)
             tokens.append(0)
             clock.lap("small")
-    return mask, tokens, read
+    return mask, tokens, starts, read
 
 
 def accept(
@@ -352,11 +348,6 @@ def _match(small: NGramDrafter, paths: Paths, tree: DraftTree, node: int) -> tup
 
 def _planned(tree: DraftTree, drafting: Drafting) -> int:
     return len(plan_medium(tree, drafting))
-
-
-def _shared(state: signals.State) -> dict[str, Any]:
-    """A state's fields without the sets it has worked out, which belong to one step."""
-    return {name: getattr(state, name) for name in state.__dataclass_fields__}
 
 
 class _Clock:

@@ -16,7 +16,7 @@ from treegraft.runtime.forward import TreeForward
 from treegraft.runtime.latency import Curve, LatencyProfile, fit_curve
 from treegraft.runtime.models import Model
 from treegraft.runtime.scheduler import Mask, Rule, Rules, Schedule
-from treegraft.runtime.signals import RELEASE, UNCERTAINTY
+from treegraft.runtime.signals import UNCERTAINTY
 from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import Paths
 
@@ -24,7 +24,11 @@ CONTEXTS = (32, 256, 768)  # tokens in the cache before a forward
 SIZES = (1, 2, 4, 8, 16, 24, 32, 64)  # nodes in a forward
 PROMPTS = (64, 256, 768)  # tokens processed at once on an empty cache
 REPEATS = 5
-TYPICAL = ("tree_size", "match_p90", "root_recency", "frontier_score_p90", "expected_accepted", *RELEASE)  # signals
+# Signals on a learned tree's way to a decision, by step: two besides step, mask and lag, which are there anyway.
+TYPICAL = (
+    ("root_recency", "frontier_score_p90"), ("match_p90", "pre_reselect_score"), ("expected_accepted", "match_recency"),
+    ("pre_reselect_score", "match_mean"), ("frontier_score_p90", "pool_size"),
+)  # fmt: skip
 
 
 def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: Drafting) -> LatencyProfile:
@@ -34,13 +38,9 @@ def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: D
     read signals, to time their decisions.
     """
     target_curve, medium_curve, first_ms = _curves(target, medium)
-    call_first = (Rule(1, (("tree_size", ">", -1.0),)),)  # as most rounds that call do
     schedules: list[Schedule] = [
-        Mask(0),
-        Mask((1 << drafting.depth) - 1),
-        Rules(call_first, TYPICAL),
-        Rules(call_first, (*TYPICAL, *UNCERTAINTY)),
-    ]
+        Mask(0), Mask((1 << drafting.depth) - 1), _reading(drafting.depth), _reading(drafting.depth, UNCERTAINTY),
+    ]  # fmt: skip
     small, called, deciding, uncertain = (
         decode(target, medium, prompt, Plan("measured", schedule, drafting, Cut("score", log_s=-2.5)), 32)
         for schedule in schedules
@@ -61,6 +61,16 @@ def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: D
         machine=f"{platform.machine()}, {target.device.type}, {torch.get_num_threads()} threads, {target.lm.dtype}",
     )
     return replace(profile, medium_step_ms=_medium_step_ms(called, profile, len(prompt)))
+
+
+def _reading(depth: int, also: tuple[str, ...] = ()) -> Rules:
+    """Rules that read TYPICAL signals before every step and call at the first, as most rounds that call do."""
+    rules = []
+    for step in range(1, depth + 1):
+        names = TYPICAL[(step - 1) % len(TYPICAL)] + (also if step == 1 else ())
+        read = [(name, ">", -1e9) for name in names]
+        rules.append(Rule(step, (*read, ("step", "<=", 1.0))))
+    return Rules(tuple(rules), tuple({name: None for rule in rules for name, _, _ in rule.conditions}))
 
 
 def call_ms(model: Model, nodes: int = 4, context: int = 256) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.fields import Field, FieldError, parse_json, read_text
-from treegraft.runtime.signals import SIGNALS
+from treegraft.runtime.signals import SIGNALS, Reading
 
 FORMAT, VERSION = "treegraft-scheduler", 2
 MOST_BYTES = 4_000_000
@@ -135,11 +135,18 @@ class Artifact:
         return self.schedule.reads
 
     def decide(self, step: int, mask: int, signals: Mapping[str, float]) -> bool:
-        """Whether to call the medium drafter at `step`; never raises, whatever the signals hold."""
+        """Whether to call the medium drafter at `step`; never raises, whatever the signals hold.
+
+        Of a `Reading` only the signals on the way to the decision are worked out and have to be finite.
+        """
         reads = self.schedule.reads
         try:
-            # A finite sum has finite terms alone; finite terms may still add up to infinity.
-            if math.isfinite(sum(map(signals.__getitem__, reads))) or all(math.isfinite(signals[n]) for n in reads):
+            # A finite sum has finite terms alone; finite terms may still add up to infinity. A reading checks its own.
+            if (
+                isinstance(signals, Reading)
+                or math.isfinite(sum(map(signals.__getitem__, reads)))
+                or all(math.isfinite(signals[name]) for name in reads)
+            ):
                 return self.schedule.decide(step, mask, signals)
         except (KeyError, TypeError, ValueError, ArithmeticError):
             pass

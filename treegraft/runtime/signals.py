@@ -5,7 +5,7 @@ This list drives the log's columns, the fit, the artifact and the runtime. Nothi
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -298,3 +298,25 @@ RELEASE = [  # the six that the paper's release reads (spec section 4)
 def compute(names: Sequence[str], state: State) -> dict[str, Any]:
     """The named signals of a state; nothing is worked out that they do not read."""
     return {name: SIGNALS[name].compute(state) for name in names}
+
+
+class Reading(dict[str, Any]):
+    """The signals that a decision has read so far: each is worked out when it is first asked for.
+
+    On its way to a leaf a tree asks for a few of the signals that it knows. `begun` is the round's state, of which only
+    step, mask and lag change. Raises ValueError for a signal that is not finite.
+    """
+
+    def __init__(self, begun: State, step: int, mask: int, lag: int) -> None:
+        super().__init__(step=step, mask=mask, lag=lag)
+        self.begun = begun
+
+    @cached_property
+    def state(self) -> State:
+        return replace(self.begun, step=self["step"], mask=self["mask"], lag=self["lag"])
+
+    def __missing__(self, name: str) -> Any:
+        value = self[name] = SIGNALS[name].compute(self.state)
+        if not math.isfinite(value):
+            raise ValueError(f"signal {name!r} is {value}")
+        return value
