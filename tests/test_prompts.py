@@ -52,6 +52,12 @@ def test_a_repeated_id_and_a_missing_file_are_named(tmp_path: Path) -> None:
         read_prompts([tmp_path / "absent.jsonl"])
 
 
+def test_a_file_may_not_go_by_the_name_of_all_files(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "good"}).rename(tmp_path / "overall.jsonl")
+    with pytest.raises(PromptError, match=r"overall\.jsonl: rename it"):
+        read_prompts([path])
+
+
 def test_the_shipped_splits_share_no_prompt() -> None:
     train, bench = read_prompts(shipped("train")), read_prompts(shipped("bench"))
     assert {p.file for p in train} == {p.file for p in bench}

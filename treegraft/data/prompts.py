@@ -46,6 +46,8 @@ def read_prompts(paths: Iterable[str | Location], limit: int | None = None) -> l
     prompts: list[Prompt] = []
     seen: set[tuple[str, str]] = set()
     for path in map(location, paths):
+        if path.stem == "overall":
+            raise PromptError(f"{path}: rename it; figures over all files go by the name of overall")
         try:
             lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:

@@ -207,10 +207,12 @@ def _summary(report: dict[str, Any], schedule: Schedule, out_path: Path, depth: 
         )  # fmt: skip
         lines.append(f"{out_path}: the mask {mask}, as {why}: {tried}.")
     else:
-        size = (
-            f"{sum(len(rule.conditions) for rule in schedule.rules)} conditions" if isinstance(schedule, Rules)
-            else f"a tree of {schedule.feature.count(-1)} leaves"
-        )  # fmt: skip
+        if isinstance(schedule, Rules):
+            count = sum(len(rule.conditions) for rule in schedule.rules)
+            size = f"{count} condition{'s' * (count != 1)}"
+        else:
+            count = schedule.feature.count(-1)
+            size = f"a tree of {count} {'leaf' if count == 1 else 'leaves'}"
         read = ", ".join(schedule.reads) or "nothing"
         verdict = "" if better else ", which is within noise"
         lines.append(f"{out_path}: {size}, reading {read}; fallback {mask}.")
