@@ -45,6 +45,12 @@ PICKY = Rules(
     ("lag", "accepted_mean4", "accepted_last", "target_entropy", "pre_reselect_score", "answer_position", "match_mean",
      "expected_accepted", "medium_calls", "tree_size"),
 )  # fmt: skip
+# Decides by what is known anyway at steps 1 and 2, and by a signal at step 3 alone.
+SPARE = Rules(
+    (Rule(1, (("lag", "<=", 4.5), ("step", "<=", 1.5))), Rule(2, (("mask", ">", 0.5),)),
+     Rule(3, (("mask", "<=", 0.5), ("match_mean", "<=", 2.0123)))),
+    ("lag", "step", "mask", "match_mean"),
+)  # fmt: skip
 
 
 def by_hand(answer: Answer, schedule, cut: Cut, profile: LatencyProfile, depth: int) -> list[dict]:
@@ -71,7 +77,9 @@ def by_hand(answer: Answer, schedule, cut: Cut, profile: LatencyProfile, depth: 
                 ms += float(profile.medium(owed + count, context))
                 owed = 0
         ms += profile.medium_first_ms if answer.tokens[position, mask].any() else 0
-        ms += depth * profile.decision_ms if schedule.reads else 0
+        rules = schedule.rules if isinstance(schedule, Rules) else ()
+        asking = {rule.step for rule in rules for name, *_ in rule.conditions if name not in ("step", "mask", "lag")}
+        ms += len(asking) * profile.decision_ms
         ms += profile.uncertainty_ms if {"target_entropy", "target_margin"} & set(schedule.reads) else 0
         ended = position + accepted == answer.length - 1
         rounds.append({"position": position, "lag": lag, "mask": mask, "kept": kept, "accepted": accepted, "ms": ms,
@@ -82,7 +90,8 @@ def by_hand(answer: Answer, schedule, cut: Cut, profile: LatencyProfile, depth: 
     return rounds
 
 
-@pytest.mark.parametrize("schedule", [Mask(0), Mask(0b101), Mask(0b111), PICKY], ids=["small", "5", "medium", "rules"])
+@pytest.mark.parametrize("schedule", [Mask(0), Mask(0b101), Mask(0b111), PICKY, SPARE],
+                         ids=["small", "5", "medium", "rules", "spare"])  # fmt: skip
 @pytest.mark.parametrize("cut", CUTS)
 def test_replay_is_what_a_plain_loop_does(schedule, cut: str) -> None:
     answers = random_log(1, (30, 2, 1, 17, 3))

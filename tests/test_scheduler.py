@@ -43,6 +43,22 @@ def test_a_tree_calls_where_its_margin_is_positive() -> None:
     assert TREE.margin({"tree_size": 3}) == -0.5 and not TREE.decide(1, 0, {"tree_size": 3})
 
 
+def test_a_schedule_says_at_which_steps_it_may_have_to_work_out_a_signal() -> None:
+    def asking(schedule: Mask | Rules | TreeModel) -> list[int]:
+        return [step for step in range(1, 6) if schedule.asks(step)]
+
+    given = Rule(3, (("step", ">", 0.5), ("mask", "<=", 1.0), ("lag", "<=", 9.0)))
+    assert asking(Mask(0b101)) == [] and asking(Rules((given,), ("step", "mask", "lag"))) == []
+    assert asking(Rules((given, Rule(4, (*given.conditions, ("root_match", ">", 1.0)))), ("root_match",))) == [4]
+    # Step 1 meets a leaf, step 2 the lag alone, steps 3 to 5 a signal on one side of the mask.
+    tree = TreeModel(
+        (0, -1, 0, 1, -1, -1, 2, -1, 3, -1, -1), (1.5, 0, 2.5, 4.5, 0, 0, 0.5, 0, 1.0, 0, 0),
+        (1, 0, 3, 4, 0, 0, 7, 0, 9, 0, 0), (2, 0, 6, 5, 0, 0, 8, 0, 10, 0, 0),
+        (0, 0.25, 0, 0, 1.0, -1.0, 0, -0.5, 0, 0.5, -0.5), ("step", "lag", "mask", "tree_size"),
+    )  # fmt: skip
+    assert asking(tree) == [3, 4, 5] and asking(TREE) == [1, 2, 3, 4, 5]
+
+
 def test_a_cut_is_worth_none_or_a_number() -> None:
     assert make_cut("none", None, None) == Cut("none") and make_cut("-2.5", None, None) == Cut("score", log_s=-2.5)
     for bad, complaint in (("worth", "--latency"), ("best", "'best'")):

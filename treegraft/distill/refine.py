@@ -40,7 +40,7 @@ def refine(
     groups = prompt_groups(part.answers)
 
     def times(entrants: int, decide: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-        ms = race(part, entrants, decide, student.reads, cut, profile, drafting)
+        ms = race(part, entrants, decide, student, cut, profile, drafting)
         return np.stack([np.bincount(groups, row) for row in ms])
 
     return _refine_rules(student, observed, times) if isinstance(student, Rules) else _refine_tree(student, times)

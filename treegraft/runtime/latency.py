@@ -1,10 +1,10 @@
 """Latency profiles: what a target forward and a medium call cost, by tokens and context, in ms (spec section 6)."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,6 +12,17 @@ from treegraft.runtime.signals import UNCERTAINTY
 
 MOST = 1e9  # ms, or tokens, that a profile may hold
 STEP_TIMES = ("small_step_ms", "medium_step_ms", "round_ms", "medium_first_ms", "decision_ms", "uncertainty_ms")
+
+
+class Asking(Protocol):
+    """A schedule, as far as its decisions take time."""
+
+    @property
+    def reads(self) -> Sequence[str]: ...
+
+    def asks(self, step: int) -> bool:
+        """Whether a decision at `step` may have to work out a signal."""
+        ...
 
 
 class ProfileError(ValueError):
@@ -60,12 +71,11 @@ class LatencyProfile:
     decision_ms: float = 0.0
     uncertainty_ms: float = 0.0
 
-    def deciding(self, depth: int, reads: Collection[str]) -> "LatencyProfile":
-        """This profile for a schedule that reads these signals: a round's `depth` decisions go into round_ms."""
-        if not reads:
-            return self
-        uncertainty_ms = 0.0 if set(UNCERTAINTY).isdisjoint(reads) else self.uncertainty_ms
-        return replace(self, round_ms=self.round_ms + depth * self.decision_ms + uncertainty_ms)
+    def deciding(self, schedule: "Asking", depth: int) -> "LatencyProfile":
+        """This profile for a schedule over `depth` steps: what it takes to decide by signals goes into round_ms."""
+        decisions = sum(schedule.asks(step) for step in range(1, depth + 1))
+        uncertainty_ms = 0.0 if set(UNCERTAINTY).isdisjoint(schedule.reads) else self.uncertainty_ms
+        return replace(self, round_ms=self.round_ms + decisions * self.decision_ms + uncertainty_ms)
 
     def calls_ms(self, tokens: list[int], lag: int, context: int) -> float:
         """The forwards of a round's medium calls: `tokens` nodes at each step (0: no call), the first catching up."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.fields import Field, FieldError, parse_json, read_text
-from treegraft.runtime.signals import SIGNALS, Reading
+from treegraft.runtime.signals import GIVEN, SIGNALS, Reading
 
 FORMAT, VERSION = "treegraft-scheduler", 2
 MOST_BYTES = 4_000_000
@@ -36,6 +36,9 @@ class Mask:
 
     bits: int
     reads: tuple[str, ...] = ()
+
+    def asks(self, step: int) -> bool:
+        return False
 
     def decide(self, step: int, mask: int, signals: Mapping[str, float]) -> bool:
         return bool(self.bits >> (step - 1) & 1)
@@ -65,6 +68,10 @@ class Rules:
     @cached_property
     def _of_step(self) -> dict[int, list[Rule]]:
         return {step: [rule for rule in self.rules if rule.step == step] for step in {r.step for r in self.rules}}
+
+    def asks(self, step: int) -> bool:
+        """Whether a decision at `step` may have to work out a signal."""
+        return any(name not in GIVEN for rule in self._of_step.get(step, ()) for name, _, _ in rule.conditions)
 
     def decide(self, step: int, mask: int, signals: Mapping[str, float]) -> bool:
         for rule in self._of_step.get(step, ()):  # noqa: SIM110 (any() would double the time)
@@ -96,6 +103,18 @@ class TreeModel:
                 name = self.reads[self.feature[node]]
                 made[node] = (name, self.threshold[node], made[self.left[node]], made[self.right[node]])
         return made[0]
+
+    def asks(self, step: int) -> bool:
+        """Whether a decision at `step` may have to work out a signal."""
+        ways = [self._root]
+        while ways:
+            node = ways.pop()
+            if type(node) is tuple:
+                name, threshold, low, high = node
+                if name not in GIVEN:
+                    return True
+                ways += [low, high] if name != "step" else [low] if step <= threshold else [high]
+        return False
 
     def margin(self, signals: Mapping[str, float]) -> float:
         node = self._root
@@ -133,6 +152,9 @@ class Artifact:
     @property
     def reads(self) -> tuple[str, ...]:
         return self.schedule.reads
+
+    def asks(self, step: int) -> bool:
+        return self.schedule.asks(step)
 
     def decide(self, step: int, mask: int, signals: Mapping[str, float]) -> bool:
         """Whether to call the medium drafter at `step`; never raises, whatever the signals hold.

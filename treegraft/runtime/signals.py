@@ -288,6 +288,7 @@ SIGNALS: dict[str, Signal] = _declare(
 )  # fmt: skip
 
 LOGGED = [name for name, signal in SIGNALS.items() if not signal.trajectory]
+GIVEN = ("step", "mask", "lag")  # known before any is worked out
 UNCERTAINTY = ("target_entropy", "target_margin")  # these take a pass over the vocabulary
 RELEASE = [  # the six that the paper's release reads (spec section 4)
     "depth_before", "leaf_ratio_before", "pre_reselect_score", "pre_reselect_past_ratio", "pre_reselect_overlap",

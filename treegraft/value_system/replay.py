@@ -13,7 +13,7 @@ import numpy as np
 from treegraft.data.log import Answer, LogError, node
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan
 from treegraft.runtime.drafting import Drafting
-from treegraft.runtime.latency import LatencyProfile
+from treegraft.runtime.latency import Asking, LatencyProfile
 from treegraft.runtime.scheduler import Artifact, Mask, Rules, Schedule, TreeModel
 from treegraft.runtime.signals import LOGGED, SIGNALS
 from treegraft.runtime.size import Cut
@@ -25,11 +25,8 @@ DRAWS = 1000  # of a bootstrap
 FIGURES = ("tokens", "ms", "rounds", "medium_calls", "accepted")  # that add up over answers
 
 
-class Policy(Protocol):
+class Policy(Asking, Protocol):
     """A schedule that decides for many states at once, from the signals that it reads."""
-
-    @property
-    def reads(self) -> Sequence[str]: ...
 
     def decide_many(self, step: int, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Decisions (n,) bool before step `step`, from earlier decisions (n,) and all signals (n, len(NAMES))."""
@@ -262,22 +259,21 @@ def replay(
     def decide(step: int, _: np.ndarray, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
         return decide_many(schedule, step, masks, values)
 
-    return _run(log, np.arange(len(log.answers)), decide, schedule.reads, cut, profile, drafting)
+    return _run(log, np.arange(len(log.answers)), decide, schedule, cut, profile, drafting)
 
 
 def race(
     log: Positions, entrants: int, decide: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
-    reads: Sequence[str], cut: Cut, profile: LatencyProfile, drafting: Drafting,
+    like: Asking, cut: Cut, profile: LatencyProfile, drafting: Drafting,
 ) -> np.ndarray:  # fmt: skip
     """Replay many schedules at once: decode ms (entrants, answers).
 
-    `decide(step, entrant (n,), masks (n,), values)` gets all signals where it `reads` any.
+    All of them read what the schedule `like` reads: `decide(step, entrant (n,), masks (n,), values)` gets all signals
+    where it reads any.
     """
     count = len(log.answers)
     lanes = np.tile(np.arange(count), entrants)
-    run = _run(
-        log, lanes, lambda step, lane, *state: decide(step, lane // count, *state), reads, cut, profile, drafting
-    )
+    run = _run(log, lanes, lambda step, lane, *state: decide(step, lane // count, *state), like, cut, profile, drafting)
     return run.decode_ms.reshape(entrants, count)
 
 
@@ -285,14 +281,14 @@ def _run(
     log: Positions,
     lanes: np.ndarray,
     decide: Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
-    reads: Sequence[str],
+    like: Asking,
     cut: Cut,
     profile: LatencyProfile,
     drafting: Drafting,
 ) -> Replay:
-    """Advance the answers `lanes` (n,), which may repeat, in lockstep; `decide` gets signals where it `reads` any."""
+    """Advance the answers `lanes` (n,), which may repeat, in lockstep; `decide` gets signals where `like` reads any."""
     check_drafting(log, drafting)
-    profile = profile.deciding(log.depth, reads)
+    profile, reads = profile.deciding(like, log.depth), bool(like.reads)
     answers = [log.answers[lane] for lane in lanes]
     tokens = np.array([answer.length for answer in answers])
     prompt = np.array([answer.prompt_length for answer in answers])
@@ -396,7 +392,7 @@ def best_mask(answers: Sequence[Answer] | Positions, profile: LatencyProfile, dr
     best, tried = (0.0, 0), set[float]()
     while rho not in tried and len(tried) < 20:
         tried.add(rho)
-        ms = race(log, len(masks), lambda step, entrant, *_: (masks[entrant] >> (step - 1) & 1).astype(bool), (),
+        ms = race(log, len(masks), lambda step, entrant, *_: (masks[entrant] >> (step - 1) & 1).astype(bool), Mask(0),
                   Cut("worth", rho, profile), profile, drafting).sum(axis=1)  # fmt: skip
         at = int(ms.argmin())
         found = rate(tokens, ms[at])

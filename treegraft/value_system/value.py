@@ -262,7 +262,7 @@ class ValueModel(BaseEstimator):
             states, masks = states_of(log, run), np.full(len(log.position), mask)
         else:
             rho, states, masks = start.rho_, start.states_, start.masks(log, start.states_)
-        deciding = profile.deciding(drafting.depth, self.reads)
+        deciding = profile.deciding(self, drafting.depth)
         for _ in range(TURNS if start is None else 1):
             leaves = all_leaves(log, Cut("worth", rho, profile), deciding)
             worth = leaf_worth(log, leaves, states, masks, rho, profile)
@@ -300,6 +300,10 @@ class ValueModel(BaseEstimator):
         if step not in self.models_:  # no call was possible there
             return np.full(len(values), -np.inf)
         return self.models_[step].predict(values[:, self._columns])
+
+    def asks(self, step: int) -> bool:
+        """Whether decisions at `step` have to work out signals."""
+        return True
 
     def decide_many(self, step: int, masks: np.ndarray, values: np.ndarray) -> np.ndarray:
         return self.predict(step, values) > 0
@@ -602,7 +606,7 @@ def _calibration(
         states = states_of(log, replay(log, model, cut, profile, drafting))
         predicted = model.margins(log, states)
         decisions = [margin > 0 for margin in predicted]
-        leaves = all_leaves(log, cut, profile.deciding(drafting.depth, model.reads))
+        leaves = all_leaves(log, cut, profile.deciding(model, drafting.depth))
         worth = leaf_worth(log, leaves, states, path(decisions)[-1], model.rho_, profile)
         realised = backward(log, worth, lambda step, _, own=decisions: own[step - 1])  # type: ignore[misc]
         rows = np.arange(len(log.position))
