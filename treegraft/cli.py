@@ -156,17 +156,21 @@ def collect(
     shard: Annotated[
         str | None, typer.Option(help="i/n: the i-th of n equal runs of the prompts, from 1/n on; `merge` joins them.")
     ] = None,
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this process; ray: many machines.")] = "local",
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="local: this machine; ray: many.")] = "local",
     address: Annotated[
         str | None, typer.Option(help="ray: of a running cluster, or auto; by default one of this machine is made.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="ray: by default what there is room for.", min=1)] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes, each with models of its own. local: 1; ray: what there is room for.", min=1),
+    ] = None,
     num_gpus: Annotated[float, typer.Option(help="ray: GPUs a worker.", min=0)] = 0.0,
     num_cpus: Annotated[float, typer.Option(help="ray: CPUs a worker.", min=0)] = 1.0,
 ) -> None:
     """Decode prompts while forking every invoke-or-skip decision; log signals and realised value."""
     from treegraft.collect.collector import Engine, check_folder, collect_with
     from treegraft.collect.positions import Positions
+    from treegraft.collect.processes import process_engine
     from treegraft.collect.ray_engine import ray_engine
     from treegraft.collect.worker import Sampling, Settings, Worker
     from treegraft.data.files import location
@@ -184,15 +188,17 @@ def collect(
         wanted = take_shard(wanted, shard)
     check_folder(folder)
     load = partial(Worker.load, target, medium, device, dtype, medium_dtype, how)
-    if engine == "local" and (address, workers, num_gpus, num_cpus) != (None, None, 0.0, 1.0):
-        raise ValueError("--address, --workers, --num-gpus and --num-cpus are for --engine ray")
+    if engine == "local" and (address, num_gpus, num_cpus) != (None, 0.0, 1.0):
+        raise ValueError("--address, --num-gpus and --num-cpus are for --engine ray")
     with ExitStack() as stack:
         with console.status(f"loading {target} and {medium}"):
-            running: Engine = (
-                load()
-                if engine == "local"
-                else stack.enter_context(ray_engine(load, address, workers, num_gpus, num_cpus))
-            )
+            running: Engine
+            if engine == "ray":
+                running = stack.enter_context(ray_engine(load, address, workers, num_gpus, num_cpus))
+            elif workers and workers > 1:
+                running = stack.enter_context(process_engine(load, workers))
+            else:
+                running = load()
         stopped = stack.enter_context(_stop_signals("what was collected is kept, and the same command goes on"))
         update = stack.enter_context(_progress("collecting"))
         manifest, failed = collect_with(running, wanted, folder, retry_failed, update, lambda: bool(stopped))

@@ -2,14 +2,20 @@
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import joblib
+import psutil
 from rich.console import Console
 
 from treegraft import bench, report
-from treegraft.collect.collector import Sampling, collect
+from treegraft.collect.collector import Engine, collect_with
+from treegraft.collect.processes import process_engine
+from treegraft.collect.worker import Sampling, Settings, Worker
 from treegraft.data.log import read_log
 from treegraft.data.prompts import Conversation, read_prompts, shipped
 from treegraft.distill.distill import distill
@@ -17,13 +23,14 @@ from treegraft.draw import most_telling, svg, watch
 from treegraft.runtime.decode import Plan
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.measure import call_ms, measure_profile
-from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, check_pair, load_model
+from treegraft.runtime.models import DEFAULT_MEDIUM, DEFAULT_TARGET, Model, check_pair, load_model
 from treegraft.runtime.plan import plan_from_artifact
 from treegraft.runtime.scheduler import Mask, load_artifact
 from treegraft.value_system.replay import best_mask, named_plan
 from treegraft.value_system.value import fit_value
 
-COLLECT = {"limit": 10, "max_new_tokens": 64}
+COLLECT = {"limit": 20, "max_new_tokens": 64}
+WORKER_BYTES = 3 * 2**30  # of memory, at most, that a process with both models takes
 BENCH = {"limit": 2, "max_new_tokens": 48}
 
 
@@ -51,9 +58,9 @@ def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dic
     profile.save(out / "latency.json")
 
     say(f"collect: {len(train)} training prompts, all {1 << drafting.depth} schedules at every position")
-    with progress("collecting") as update:
-        collect(target, medium, train, out / "log", drafting, Sampling(), COLLECT["max_new_tokens"],
-                progress=update)  # fmt: skip
+    how = Settings(drafting, Sampling(), COLLECT["max_new_tokens"])
+    with progress("collecting") as update, _engine(target, medium, how) as engine:
+        collect_with(engine, train, out / "log", progress=update)
 
     say("fit-value: when is a call of the medium drafter worth its time?")
     fitted = fit_value(out / "log", profile, out / "value")
@@ -81,6 +88,15 @@ def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dic
     (out / "report.html").write_text(_page(summary, records, learned, picture, drafting))
     say(f"done; everything is in {out}, the pictures in {out / 'report.html'}")
     return summary
+
+
+def _engine(target: Model, medium: Model, how: Settings) -> AbstractContextManager[Engine]:
+    """A process for every core, as far as memory goes; this one where that is no more than one."""
+    workers = min(joblib.cpu_count(), psutil.virtual_memory().available // WORKER_BYTES)
+    if workers < 2:
+        return nullcontext(Worker(target, medium, how))
+    dtype = str(medium.lm.dtype).removeprefix("torch.")
+    return process_engine(partial(Worker.load, target.name, medium.name, "cpu", "float32", dtype, how), workers)
 
 
 def _page(summary: dict[str, Any], records: list[bench.Record], learned: Plan, picture: str, drafting: Drafting) -> str:
