@@ -15,7 +15,7 @@ from treegraft.runtime.decode import AUTOREGRESSIVE, Plan
 from treegraft.runtime.latency import LatencyProfile
 from treegraft.value_system.replay import flatten, replay, summarise
 
-FITTED = 500_000  # decision points: about 130 prompts of 128 tokens (K = 5)
+FITTED = 1_000_000  # decision points: about 260 prompts of 128 tokens (K = 5)
 BATCH = 250_000  # decision points in memory at a time while judging: about 60 MB
 
 Part = dict[str, Any]  # of a manifest: one prompt
