@@ -69,7 +69,11 @@ def test_live_decisions_are_those_of_all_signals(pair, schedule) -> None:  # typ
 
 
 def test_what_is_not_finite_matters_where_a_decision_reads_it(recwarn: pytest.WarningsRecorder) -> None:
-    artifact = Artifact(TREE, DRAFTING.as_dict(), {"kind": "none"}, 0b111, {})
+    # The same tree with another signal before the one at fault: what nobody asked for is not missing.
+    reordered = replace(
+        TREE, feature=(0, 2, -1, -1, 1, -1, 3, -1, -1), reads=(TREE.reads[0], *TREE.reads[2:0:-1], *TREE.reads[3:])
+    )
+    artifact = Artifact(reordered, DRAFTING.as_dict(), {"kind": "none"}, 0b111, {})
     begun = replace(STATES[0], target_margin=math.nan)
     artifact.decide(3, 0, Reading(begun, 3, 0, 0))  # the tree asks for target_margin at step 1 alone
     assert not artifact.fallbacks

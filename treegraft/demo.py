@@ -30,6 +30,7 @@ from treegraft.value_system.replay import best_mask, named_plan
 from treegraft.value_system.value import fit_value
 
 COLLECT = {"limit": 20, "max_new_tokens": 64}
+MOST_WORKERS = 8  # beyond so many, processes wait for each other's memory traffic
 WORKER_BYTES = 3 * 2**30  # of memory, at most, that a process with both models takes
 BENCH = {"limit": 2, "max_new_tokens": 48}
 
@@ -92,7 +93,7 @@ def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dic
 
 def _engine(target: Model, medium: Model, how: Settings) -> AbstractContextManager[Engine]:
     """A process for every core, as far as memory goes; this one where that is no more than one."""
-    workers = min(joblib.cpu_count(), psutil.virtual_memory().available // WORKER_BYTES)
+    workers = min(MOST_WORKERS, joblib.cpu_count(), psutil.virtual_memory().available // WORKER_BYTES)
     if workers < 2:
         return nullcontext(Worker(target, medium, how))
     dtype = str(medium.lm.dtype).removeprefix("torch.")

@@ -173,7 +173,8 @@ class Artifact:
         except (KeyError, TypeError, ValueError, ArithmeticError):
             pass
         if not self.fallbacks:
-            at_fault = next((name for name in reads if not _is_finite(signals.get(name))), reads[0])
+            held = [name for name in reads if name in signals]  # first: a reading holds only what was asked for
+            at_fault = next((name for name in (*held, *reads) if not _is_finite(signals.get(name))), reads[0])
             warnings.warn(
                 f"signal {at_fault!r} is missing or not finite; using the fallback schedule", stacklevel=2
             )  # fmt: skip
