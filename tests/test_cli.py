@@ -219,4 +219,4 @@ def test_failed_prompts_are_named_and_give_exit_code_1(models: list[str], tmp_pa
 def test_options_of_the_ray_engine_are_refused_without_it(models: list[str], tmp_path: Path) -> None:
     wanted = write_prompts(tmp_path / "wanted.jsonl", 1, seed=1)
     with pytest.raises(ValueError, match="for --engine ray"):
-        run("collect", *models, "--workers", 2, "--out", tmp_path / "log", wanted)
+        run("collect", *models, "--num-cpus", 2, "--out", tmp_path / "log", wanted)
