@@ -69,16 +69,22 @@ def test_live_decisions_are_those_of_all_signals(pair, schedule) -> None:  # typ
 
 
 def test_what_is_not_finite_matters_where_a_decision_reads_it(recwarn: pytest.WarningsRecorder) -> None:
-    # The same tree with another signal before the one at fault: what nobody asked for is not missing.
-    reordered = replace(
-        TREE, feature=(0, 2, -1, -1, 1, -1, 3, -1, -1), reads=(TREE.reads[0], *TREE.reads[2:0:-1], *TREE.reads[3:])
-    )
-    artifact = Artifact(reordered, DRAFTING.as_dict(), {"kind": "none"}, 0b111, {})
-    begun = replace(STATES[0], target_margin=math.nan)
-    artifact.decide(3, 0, Reading(begun, 3, 0, 0))  # the tree asks for target_margin at step 1 alone
+    # The tree asks for accepted_last at step 1 alone, and for pool_size, which it names before, there not at all.
+    tree = replace(TREE, feature=(0, 2, -1, -1, 3, -1, 1, -1, -1), reads=("step", "pool_size", "accepted_last", "lag"))
+    artifact = Artifact(tree, DRAFTING.as_dict(), {"kind": "none"}, 0b111, {})
+    begun = replace(STATES[0], accepted=[math.nan])
+    artifact.decide(3, 0, Reading(begun, 3, 0, 0))
     assert not artifact.fallbacks
     assert artifact.decide(1, 0, Reading(begun, 1, 0, 0))
     assert artifact.fallbacks == 1
     assert [str(w.message) for w in recwarn] == [
-        "signal 'target_margin' is missing or not finite; using the fallback schedule"
+        "signal 'accepted_last' is missing or not finite; using the fallback schedule"
     ]
+
+
+def test_an_uncertainty_that_is_not_finite_means_the_fallback_at_every_step() -> None:
+    artifact = Artifact(TREE, DRAFTING.as_dict(), {"kind": "none"}, 0b111, {})
+    begun = replace(STATES[0], target_margin=math.nan)
+    with pytest.warns(UserWarning, match="'target_margin'"):
+        assert all(artifact.decide(step, 0, Reading(begun, step, 0, 0)) for step in (1, 2, 3))
+    assert artifact.fallbacks == 3

@@ -54,7 +54,14 @@ class ProcessEngine:
 
     def __init__(self, pool: ProcessPoolExecutor, workers: int):
         self._pool, self._workers = pool, workers
-        self.settings: dict[str, Any] = pool.submit(_settings).result()
+        # A terminal signals all processes, and the collector alone says when to stop. The others start with
+        # signals blocked: any that came while they load would end them.
+        usual = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            loading = [pool.submit(_settings) for _ in range(workers)]  # each starts a process
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+        self.settings: dict[str, Any] = loading[0].result()
 
     def run(self, prompts: Iterable[Prompt]) -> Iterator[Outcome]:
         """The outcomes in the prompts' order."""
@@ -79,8 +86,6 @@ def _begin(load: Callable[[], Worker], threads: int) -> None:
     global _load
     _load = load
     torch.set_num_threads(threads)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all; the collector says when to stop
-        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_collector, daemon=True).start()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.fields import Field, FieldError, parse_json, read_text
-from treegraft.runtime.signals import GIVEN, SIGNALS, Reading
+from treegraft.runtime.signals import GIVEN, SIGNALS, UNCERTAINTY, Reading
 
 FORMAT, VERSION = "treegraft-scheduler", 2
 MOST_BYTES = 4_000_000
@@ -153,21 +153,27 @@ class Artifact:
     def reads(self) -> tuple[str, ...]:
         return self.schedule.reads
 
+    @cached_property
+    def _uncertainty(self) -> list[str]:
+        return [name for name in self.schedule.reads if name in UNCERTAINTY]
+
     def asks(self, step: int) -> bool:
         return self.schedule.asks(step)
 
     def decide(self, step: int, mask: int, signals: Mapping[str, float]) -> bool:
         """Whether to call the medium drafter at `step`; never raises, whatever the signals hold.
 
-        Of a `Reading` only the signals on the way to the decision are worked out and have to be finite.
+        Of a `Reading` only the target's uncertainty and the signals on the way to the decision have to be finite.
         """
         reads = self.schedule.reads
         try:
-            # A finite sum has finite terms alone; finite terms may still add up to infinity. A reading checks its own.
-            if (
-                isinstance(signals, Reading)
-                or math.isfinite(sum(map(signals.__getitem__, reads)))
-                or all(math.isfinite(signals[name]) for name in reads)
+            if isinstance(signals, Reading):
+                for name in self._uncertainty:  # what the target says decides for a whole round
+                    signals[name]
+                return self.schedule.decide(step, mask, signals)
+            # A finite sum has finite terms alone; finite terms may still add up to infinity.
+            if math.isfinite(sum(map(signals.__getitem__, reads))) or all(
+                math.isfinite(signals[name]) for name in reads
             ):
                 return self.schedule.decide(step, mask, signals)
         except (KeyError, TypeError, ValueError, ArithmeticError):
