@@ -1,5 +1,6 @@
 """Logs that were collected apart become the one that would have been collected together."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_logs_of_other_settings_or_models_are_refused_by_the_difference(pair, wh
         with pytest.raises(LogError, match=rf"{other} was collected with {told}.* as in {whole}"):
             merge(tmp_path / "merged", [whole, tmp_path / other])
     assert not (tmp_path / "merged").exists()
+
+
+def test_logs_of_the_same_weights_under_another_name_are_merged(pair, whole: Path, tmp_path: Path) -> None:
+    models = [replace(model, name=f"elsewhere/{role}") for role, model in zip("tm", pair("llama"))]
+    collect(*models, as_prompts(8)[4:], tmp_path / "rest", DRAFTING, Sampling(), TOKENS)
+    gather(pair, tmp_path / "first", 4)
+    merge(tmp_path / "merged", [tmp_path / "first", tmp_path / "rest"])
+    assert_same_log(tmp_path / "merged", whole)
+    assert read_manifest(tmp_path / "merged")["models"] == read_manifest(whole)["models"]
 
 
 def test_another_prompt_of_the_same_id_is_refused_and_nothing_made(pair, whole: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -283,3 +284,13 @@ def test_going_on_with_other_settings_is_refused_by_the_difference(pair, tmp_pat
         collect(*want, DRAFTING, Sampling(seed=1), TOKENS)
     with pytest.raises(LogError, match=r"models\.target\.name = .*, models\.target\.fingerprint = .*, not"):
         collect(medium, *want[1:], DRAFTING, Sampling(), TOKENS)
+
+
+def test_a_models_name_does_not_matter_to_going_on(pair, whole: Path, tmp_path: Path) -> None:
+    gather(pair, tmp_path, 4)
+    target, medium = (replace(model, name=f"{model.name}/") for model in pair("llama"))
+    collect(target, medium, as_prompts(8), tmp_path, DRAFTING, Sampling(), TOKENS)
+    assert_same_log(tmp_path, whole)
+    assert read_manifest(tmp_path)["models"] == read_manifest(whole)["models"]
+    with pytest.raises(LogError, match=r"collected with sampling\.seed = 0, not 1; use"):
+        collect(target, medium, as_prompts(8), tmp_path, DRAFTING, Sampling(seed=1), TOKENS)

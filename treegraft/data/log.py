@@ -98,10 +98,15 @@ def write_manifest(folder: Location, manifest: dict[str, Any]) -> None:
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     """How the settings of a manifest differ from others, by field ("drafting.width = 2, not 3"); "" where they agree.
 
-    Parts, and the versions that a log was begun with, are no settings.
+    Parts, and the versions that a log was begun with, are no settings; a model is its weights, whatever it is called.
     """
     flat, other = (_flat({k: v for k, v in s.items() if k not in ("parts", "versions")}) for s in (there, here))
-    differing = [name for name in flat | other if flat.get(name) != other.get(name)]
+
+    def differ(name: str) -> bool:
+        return flat.get(name) != other.get(name)
+
+    # A model's name is told beside its fingerprint.
+    differing = [name for name in flat | other if differ(name) and differ(name.replace(".name", ".fingerprint"))]
     return ", ".join(f"{name} = {flat.get(name)}, not {other.get(name)}" for name in differing[:3])
 
 
