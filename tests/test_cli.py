@@ -1,5 +1,6 @@
 """The commands as a user types them, on tiny models."""
 
+import io
 import json
 import signal
 import sys
@@ -116,6 +117,8 @@ def test_a_log_of_some_positions_is_evaluated_as_an_estimate(models: list[str], 
         (["collect", "--target", "no/such/model", "--out", "LOG", "PROMPTS"], "no/such/model"),
         (["collect", "--out", "LOG", "BAD"], "bad.jsonl, line 1"),
         (["generate", "--prompt", ""], "--prompt is empty"),
+        (["generate", "--prompt", "caf\udce9"], r"--prompt 'caf\udce9' holds '\udce9', which is no character"),
+        (["bench", "--json", "caf\udce9.jsonl"], r"'caf\udce9.jsonl' holds '\udce9', which is no character"),
         (["generate", "--prompt", "x", "--schedule", "sometimes"], "'sometimes'"),
         (["generate", "--prompt", "x", "--cut", "worth"], "--latency"),
         (["generate", "--prompt", "x", "--depth", "99"], "--depth is 99"),
@@ -190,6 +193,13 @@ def test_a_stopped_bench_gives_the_figures_of_every_prompt_it_finished(
     assert "stopped by SIGINT; the figures are of 3 of 8 prompts" in said.err
     result = json.loads(said.out)
     assert {name: of_file["small"]["tokens"] for name, of_file in result["by_file"].items()} == {"one": 16, "two": 8}
+
+
+def test_stdin_that_is_not_unicode_is_refused_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for errors, complaint in (("strict", "is not UTF-8: .* 0xe9"), ("surrogateescape", r"holds '\\udce9'")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
+        with pytest.raises(ValueError, match=rf"^stdin \(--prompt -\) {complaint}"):
+            run("generate", "--target", "no/such/model", "--prompt", "-")
 
 
 def test_what_is_said_keeps_every_character(capsys) -> None:

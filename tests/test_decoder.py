@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 from tiny import VOCABULARY, config, greedy, make_pair, prompts, save_lm
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -180,6 +181,15 @@ def test_a_prompt_that_does_not_fit_is_refused(decoder) -> None:
 def test_an_option_out_of_range_is_refused_by_name(decoder, options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=list(options)[-1]):
         decoder.generate(PROMPTS[2], **options)
+
+
+def test_text_that_is_not_unicode_is_refused_in_words(pair, decoder) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    chats = treegraft.Decoder(replace(pair("llama")[0], tokenizer=tokenizer))
+    for serves, prompt in ((decoder, "caf\udce9"), (chats, [{"role": "user", "content": "caf\udce9"}])):
+        with pytest.raises(ValueError, match=r"^the prompt holds '\\udce9', which is no character"):
+            serves.generate(prompt)
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])

@@ -150,7 +150,7 @@ def test_a_prompt_that_no_table_holds_fails_alone(pair, whole: Path, tmp_path: P
     odd = Prompt("tiny", "half \ud800", text="t1 t2")
     _, failed = collect(*pair("llama"), [odd, *as_prompts(8)], tmp_path, DRAFTING, Sampling(), TOKENS)
     assert failed == read_failed(tmp_path) and [line["prompt"] for line in failed] == [odd.id]
-    assert "surrogates not allowed" in failed[0]["error"]
+    assert failed[0]["error"].startswith("tiny/half \ud800: holds '\\ud800', which is no character")
     (tmp_path / log.FAILED).unlink()
     assert_same_log(tmp_path, whole)
 

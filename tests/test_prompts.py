@@ -45,6 +45,56 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: object, comp
     assert complaint in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "field, line",
+    [
+        ("id", {"id": "\ud83d", "prompt": "good"}), ("prompt", {"prompt": "half \ud83d"}),
+        ("turns", {"turns": ["good", "half \ud83d"]}),
+        ("messages", {"messages": [{"role": "user", "content": "half \ud83d"}]}),
+        ("messages", {"messages": [{"role": "\ud83d", "content": "good"}]}),
+    ],
+)  # fmt: skip
+def test_text_that_is_not_unicode_is_named_by_file_and_line(tmp_path: Path, field: str, line: object) -> None:
+    path = write(tmp_path, {"prompt": "whole \U0001f600", "reference": "\ud83d"}, line)
+    with pytest.raises(PromptError, match=rf"mine\.jsonl, line 2: `{field}` holds '\\ud83d'"):
+        read_prompts([path])
+    assert read_prompts([path], limit=1)[0].text == "whole \U0001f600"
+
+
+def test_a_file_that_is_not_utf_8_is_named_with_its_line_or_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes('{"prompt": "a"}\r\n\r\n{"prompt": "café"}\r\n'.encode("latin-1"))
+    with pytest.raises(PromptError, match=r"mine\.jsonl, line 3: byte 0xe9 is not UTF-8; save"):
+        read_prompts([path])
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        path.write_text('{"prompt": "a"}\n', encoding=encoding)
+        with pytest.raises(PromptError, match=rf"mine\.jsonl: written in {encoding.upper()}; save it as UTF-8"):
+            read_prompts([path])
+    odd = tmp_path / "caf\udce9.jsonl"
+    odd.write_text('{"prompt": "a"}\n')
+    with pytest.raises(PromptError, match=r"caf\\udce9\.jsonl': rename it"):
+        read_prompts([odd])
+    # Line ends and the mark of UTF-8 may be anyone's.
+    path.write_bytes('\ufeff{"prompt": "a"}\r\n{"prompt": "b"}\r{"prompt": "c\u2028"}\n'.encode())
+    assert [prompt.text for prompt in read_prompts([path])] == ["a", "b", "c\u2028"]
+
+
+def test_null_is_absent(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "c", "name": None}]
+    path = write(
+        tmp_path,
+        {"id": None, "question_id": None, "prompt": "a", "turns": None, "messages": None},
+        {"id": None, "prompt": None, "turns": ["b"]},
+        {"id": None, "question_id": "q", "turns": None, "messages": chat},
+    )
+    first, second, third = read_prompts([path])
+    assert [(first.id, first.text), (second.id, second.turns)] == [("1", "a"), ("2", ("b",))]
+    assert third.id == "q" and third.messages == ({"role": "user", "content": "c"},)
+    for line in ({"prompt": None}, {"turns": None, "id": None}, {"messages": [{"role": "user", "content": None}]}):
+        with pytest.raises(PromptError, match="line 1: "):
+            read_prompts([write(tmp_path, line)])
+
+
 def test_a_repeated_id_and_a_missing_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="line 2: id '1'"):
         read_prompts([write(tmp_path, {"id": "1", "prompt": "a"}, {"id": 1, "prompt": "b"})])

@@ -79,6 +79,7 @@ def main() -> None:
 
     transformers_logging.set_verbosity_error()
     try:
+        _check_arguments(sys.argv[1:])
         app()
     except Exception as error:
         if os.environ.get("TREEGRAFT_DEBUG"):
@@ -87,6 +88,16 @@ def main() -> None:
         hint = "" if expected else f" ({type(error).__name__}; TREEGRAFT_DEBUG=1 shows where)"
         _say(f"treegraft: {' '.join(str(error).split())}{hint}", style="red")
         raise SystemExit(2) from error
+
+
+def _check_arguments(words: list[str]) -> None:
+    """Raise ValueError for an argument that is not Unicode: no tokenizer takes it, no table or report can show it."""
+    from treegraft.runtime.text import not_unicode
+
+    for before, word in zip(["", *words], words):
+        if flaw := not_unicode(word):
+            shown = f"{before} {word!r}" if before.startswith("--") else repr(word)
+            raise ValueError(f"{shown} {flaw}")
 
 
 def _say(text: str, style: str | None = None) -> None:
@@ -457,8 +468,14 @@ def generate(
 ) -> None:
     """Decode one prompt and stream the answer."""
     from treegraft.runtime.decoder import Decoder
+    from treegraft.runtime.text import not_unicode
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin (--prompt -) is not {error.encoding.upper()}: {error}") from error
+    if flaw := not_unicode(text):
+        raise ValueError(f"{'stdin (--prompt -)' if prompt == '-' else '--prompt'} {flaw}")
     if not text:
         raise ValueError("--prompt is empty; give some text")
     drafting = Drafting(depth, width, children, budget, pool, medium_calls)

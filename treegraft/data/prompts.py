@@ -1,15 +1,18 @@
 """Prompt files: JSON Lines with `turns`, `messages` or `prompt`, and the prompts that the package ships."""
 
+import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from treegraft.data.files import Location, location
+from treegraft.runtime.text import not_unicode
 
 SHIPPED = Path(__file__).parent / "prompts"
 
@@ -48,12 +51,10 @@ def read_prompts(paths: Iterable[str | Location], limit: int | None = None) -> l
     for path in map(location, paths):
         if path.stem == "overall":
             raise PromptError(f"{path}: rename it; figures over all files go by the name of overall")
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+        if flaw := not_unicode(path.stem):
+            raise PromptError(f"{str(path)!r}: rename it; its name {flaw}")
         count = 0
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_lines(path), start=1):
             if not line.strip() or count == limit:
                 continue
             prompt = _parse(path, number, line)
@@ -79,14 +80,31 @@ def take_shard(prompts: list[Prompt], shard: str) -> list[Prompt]:
     return prompts[begin:end]
 
 
-def _parse(path: Location, number: int, line: str) -> Prompt:
+def _lines(path: Location) -> list[bytes]:
+    """The lines of a prompt file; raises PromptError where it cannot be read, or is not UTF-8 as a whole."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+    if (encoding := json.detect_encoding(content)) not in ("utf-8", "utf-8-sig"):
+        raise PromptError(f"{path}: written in {encoding.upper()}; save it as UTF-8")
+    return re.split(rb"\r\n|\r|\n", content.removeprefix(codecs.BOM_UTF8))
+
+
+def _parse(path: Location, number: int, line: bytes) -> Prompt:
     where = f"{path}, line {number}"
     try:
-        data = json.loads(line)
+        data = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{where}: byte {line[error.start]:#x} is not UTF-8; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise PromptError(f"{where}: not JSON ({error})") from error
     if not isinstance(data, dict):
         raise PromptError(f"{where}: needs a JSON object with `turns`, `messages` or `prompt`")
+    data = _given(data)
+    for name in ("id", "question_id", "turns", "messages", "prompt"):
+        if flaw := not_unicode(data.get(name)):
+            raise PromptError(f"{where}: `{name}` {flaw}")
     fields: dict[str, Any] = {"file": path.stem, "id": str(data.get("id", data.get("question_id", number)))}
     if "turns" in data:
         turns = data["turns"]
@@ -98,10 +116,15 @@ def _parse(path: Location, number: int, line: str) -> Prompt:
         good = bool(messages) and isinstance(messages, list) and all(map(_is_message, messages))
         if not good:
             raise PromptError(f"{where}: `messages` must be a list of objects with `role` and `content` strings")
-        return Prompt(**fields, messages=tuple(messages))
+        return Prompt(**fields, messages=tuple(map(_given, messages)))
     if isinstance(data.get("prompt"), str) and data["prompt"]:
         return Prompt(**fields, text=data["prompt"])
     raise PromptError(f"{where}: needs `turns`, `messages` or a non-empty `prompt`")
+
+
+def _given(data: dict[str, Any]) -> dict[str, Any]:
+    """Without the fields that are null, which is as good as absent."""
+    return {name: value for name, value in data.items() if value is not None}
 
 
 def _is_message(message: Any) -> bool:
@@ -120,6 +143,8 @@ class Conversation:
     def ids(self, turn: int) -> list[int]:
         """Token ids to answer at `turn` (0-based); raises PromptError where there are none."""
         where = f"{self.prompt.file}/{self.prompt.id}"
+        if flaw := not_unicode(astuple(self.prompt)):
+            raise PromptError(f"{where}: {flaw}")
         if self.prompt.text is not None:
             ids: Any = self.tokenizer(self.prompt.text)["input_ids"]
         else:

@@ -14,6 +14,7 @@ from treegraft.runtime.models import Model, check_pair, load_model
 from treegraft.runtime.monitor import Monitor, watch_drift
 from treegraft.runtime.plan import as_plan, check_medium, check_models
 from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.text import not_unicode
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 
@@ -159,10 +160,12 @@ class Stream(Iterator[str]):
 def prompt_ids(model: Model, prompt: Prompt) -> list[int]:
     """The token ids of a prompt (see `Decoder.generate`)."""
     if isinstance(prompt, str):
+        _check_text(prompt)
         return list(cast(Any, model.tokenizer)(prompt)["input_ids"])
     if prompt and isinstance(prompt[0], dict):
         if not model.tokenizer.chat_template:
             raise ValueError(f"{model.name!r} has no chat template: give raw text (a str, --raw) instead of messages")
+        _check_text(prompt)
         chat: Any = model.tokenizer.apply_chat_template(cast(Any, prompt), add_generation_prompt=True, return_dict=True)
         return list(chat["input_ids"])
     ids = [int(token) for token in cast(Sequence[int], prompt)]
@@ -171,3 +174,8 @@ def prompt_ids(model: Model, prompt: Prompt) -> list[int]:
     if wrong := [token for token in ids if not 0 <= token < size]:
         raise ValueError(f"token id {wrong[0]} is not one of {model.name!r}, which embeds {size}")
     return ids
+
+
+def _check_text(prompt: Any) -> None:
+    if flaw := not_unicode(prompt):
+        raise ValueError(f"the prompt {flaw}")
