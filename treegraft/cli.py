@@ -572,10 +572,10 @@ def draw(
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo")) -> None:
     """The whole pipeline on the default models: profile, collect, fit, distill, then decode faster by it."""
-    from treegraft.demo import run_demo
+    from treegraft.demo import for_readers, run_demo
 
     summary = run_demo(out, console, _progress)
-    print_table("the shipped bench prompts, live", summary["overall"])
+    print_table("the shipped bench prompts, live", for_readers(summary))
 
 
 def _load_pair(target: str, medium: str, device: str, dtype: str, medium_dtype: str | None) -> tuple[Any, Any]:
