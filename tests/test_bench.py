@@ -9,7 +9,7 @@ import tiny
 import torch
 from tiny import greedy, prompts
 
-from treegraft import bench
+from treegraft import bench, cli
 from treegraft.bench import BEST_RIVAL, GENERATE, Record, Rival, as_autoregressive, best_rivals, summarise_live
 from treegraft.data.prompts import Prompt
 from treegraft.runtime.decode import Plan
@@ -32,15 +32,15 @@ def written(count: int, file: str, seed: int) -> list[Prompt]:
 
 
 def record(file: str, prompt: str, schedule: str, ms: float) -> Record:
-    return Record(file, prompt, schedule, 10, ms, 0, 0, 0, 1.0, 0, 0, dict.fromkeys(bench.PARTS, 0.0), [])
+    return Record(file, prompt, schedule, 10, ms, 0, 0, 0, 1.0, 0, 0, 0, dict.fromkeys(bench.PARTS, 0.0), [])
 
 
 def test_rivals_decode_the_targets_own_text_beside_our_schedules(pair) -> None:  # type: ignore[no-untyped-def]
     target, medium = pair("llama")
     asked = written(3, "one", seed=1) + written(2, "two", seed=2)
     rivals = bench.hugging_face(medium)
-    records = bench.run(target, medium, asked, [plan(0b000), plan(0b111)], TOKENS, rivals=rivals)
-    assert {r.schedule for r in records} == {"generate", "autoregressive", *RIVALS, "0b0", "0b111"}
+    records, failed = bench.run(target, medium, asked, [plan(0b000), plan(0b111)], TOKENS, rivals=rivals)
+    assert not failed and {r.schedule for r in records} == {"generate", "autoregressive", *RIVALS, "0b0", "0b111"}
     assert all(r.tokens == TOKENS and r.different == 0 and 0 < r.first_token_ms < r.ms for r in records)
     assert sum(r.ties for r in records) <= 1
 
@@ -113,6 +113,21 @@ def test_the_best_rival_is_chosen_file_by_file_over_all_prompts() -> None:
     assert summary["by_file"]["y"]["ours"]["over"][BEST_RIVAL]["gain"] == pytest.approx(2.0)
     page = bench.report_page(summary)
     assert page.count("<svg") == 3 and "x: b, y: a" in page
+
+
+def test_ties_and_what_could_not_be_confirmed_are_counted_and_shown(capsys) -> None:
+    records = [record("x", str(i), name, 5.0) for i in range(2) for name in ("autoregressive", "generate", "ours")]
+    assert summarise_live(records)["overall"]["ours"]["text_equal"]
+    records[2].ties, records[5].unconfirmed = 1, 2
+    summary = summarise_live(records)
+    figures = summary["overall"]["ours"]
+    assert [figures[verdict] for verdict in ("texts_different", "ties", "unconfirmed")] == [0, 1, 2]
+    assert not figures["text_equal"] and summary["overall"]["autoregressive"]["text_equal"]
+    cli.print_table("overall", summary["overall"])
+    for shown in (bench.report_page(summary), capsys.readouterr().out):
+        assert "2 unconfirmed, 1 tied" in shown and "different" not in shown
+    records[2].different = 1
+    assert "1 different, 2 unconfirmed, 1 tied" in bench.report_page(summarise_live(records))
 
 
 def test_the_baseline_is_the_faster_one_token_loop() -> None:

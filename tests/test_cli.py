@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import config, prompts, save_lm
 
 from treegraft import bench, cli
@@ -193,6 +194,41 @@ def test_a_stopped_bench_gives_the_figures_of_every_prompt_it_finished(
     assert "stopped by SIGINT; the figures are of 3 of 8 prompts" in said.err
     result = json.loads(said.out)
     assert {name: of_file["small"]["tokens"] for name, of_file in result["by_file"].items()} == {"one": 16, "two": 8}
+
+
+def test_a_prompt_that_fails_costs_a_bench_none_of_the_others(
+    models: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [write_prompts(tmp_path / f"{name}.jsonl", 2, seed=3) for name in ("one", "two")]
+    words = ["bench", *models, "--depth", "2", "--schedule", "small", "--max-new-tokens", "8", "--json"]
+    decoded: list[str] = []
+
+    def failing(target, medium, ids, plan, *rest):  # type: ignore[no-untyped-def]
+        decoded.append(plan.name)
+        if plan.name == "small" and decoded.count("small") in fails:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return decode(target, medium, ids, plan, *rest)
+
+    decode, fails = bench.decode, {1 + 2}  # the warm-up, then within the second prompt
+    monkeypatch.setattr(bench, "decode", failing)
+    assert cli.app([*words, *map(str, asked)], standalone_mode=False) == 1
+    said = capsys.readouterr()
+    assert "failed: two/1: OutOfMemoryError: tried to allocate 9 GiB" in said.err
+    assert "1 failed; the figures are of 3 of 4 prompts" in said.err
+    result = json.loads(said.out)
+    assert {name: of_file["small"]["tokens"] for name, of_file in result["by_file"].items()} == {"one": 16, "two": 8}
+
+    decoded, fails = [], set(range(2, 1000))
+    with pytest.raises(ValueError, match="no prompt could be decoded; one/1: OutOfMemoryError"):
+        run(*words, *asked)
+
+
+def test_a_report_that_cannot_be_written_costs_no_figures(models: list[str], tmp_path: Path, capsys) -> None:
+    asked = write_prompts(tmp_path / "asked.jsonl", 1, seed=3)
+    words = ["--depth", 2, "--schedule", "small", "--max-new-tokens", 8, "--json", "--report", tmp_path]
+    with pytest.raises(OSError, match=str(tmp_path)):
+        run("bench", *models, *words, asked)
+    assert json.loads(capsys.readouterr().out)["overall"]["small"]["tokens"] == 8
 
 
 def test_stdin_that_is_not_unicode_is_refused_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

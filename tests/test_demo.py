@@ -12,7 +12,7 @@ def test_the_best_mask_is_named_in_a_field_and_has_figures_under_one_key(best: i
     assert len(set(schedules)) == len(schedules)
     parts = dict.fromkeys(bench.PARTS, 0.0)
     records = [
-        bench.Record("f", str(prompt), name, 10, 1.0 + place, 0, 0, 0, 1.0, 0, 0, parts, [])
+        bench.Record("f", str(prompt), name, 10, 1.0 + place, 0, 0, 0, 1.0, 0, 0, 0, parts, [])
         for prompt in range(2)
         for place, name in enumerate(schedules)
     ]

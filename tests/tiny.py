@@ -100,4 +100,4 @@ def same_text(
     verdict = compare_texts(model, prompt, ours, reference, chooser)
     if verdict == "tie":
         TIES.append((model.name, prompt))
-    return verdict != "different"
+    return verdict in ("equal", "tie")

@@ -85,8 +85,9 @@ class Record(replay.Record):
     """One prompt (all its turns) decoded by one schedule: a replay's figures and what only a live run knows."""
 
     first_token_ms: float
-    different: int  # texts that differ from the target's own, float ties aside
+    different: int  # texts that are not the target's own, float ties aside
     ties: int
+    unconfirmed: int  # texts that differ where a float tie could neither be confirmed nor ruled out
     parts: dict[str, float]
     steps: list[int]  # rounds that called the medium drafter at step 1, 2, ...
 
@@ -121,12 +122,13 @@ def run(
     progress: Callable[[int, int], None] = lambda done, total: None,
     rivals: list[Rival] = [],  # noqa: B006
     stop: Callable[[], bool] = lambda: False,
-) -> list[Record]:
+) -> tuple[list[Record], list[dict[str, str]]]:
     """Decode every prompt with `autoregressive`, `generate`, every plan and rival, in a seeded random order per prompt.
 
     Each schedule is warmed up first, and every prompt is checked before any is decoded. The files take turns, so that a
-    run cut short has seen them all: `stop` is asked after each prompt. A later turn of a conversation follows the
-    target's own earlier answers. Raises ContextError for a prompt that is empty or too long.
+    run cut short has seen them all: `stop` is asked after each prompt. Returns the records of the prompts that were
+    finished, and those that failed ("file", "prompt", "error"), which harm no other. Raises ContextError for a prompt
+    that is empty or too long, ValueError where every prompt failed.
     """
     plans = [plan for plan in plans if plan.name != AUTOREGRESSIVE.name]
     everything: list[Plan | Rival] = [GENERATE, AUTOREGRESSIVE, *rivals, *plans]
@@ -141,36 +143,56 @@ def run(
     for plan in everything:
         _decode(target, medium, warm, plan, 8)
     records: list[Record] = []
+    failed: list[dict[str, str]] = []
     progress(0, len(prompts))
     for done, prompt in enumerate(in_turns(prompts), 1):
-        mine = {plan.name: _record(prompt, plan) for plan in everything}
-        conversation = Conversation(prompt, target.tokenizer)
-        for turn in range(conversation.turns):
-            ids = conversation.ids(turn)
-            answers = {}
-            for plan in order.sample(everything, len(everything)):
-                record = mine[plan.name]
-                tokens, ms, first, rounds = _decode(target, medium, ids, plan, max_new_tokens)
-                answers[record.schedule] = tokens
-                record.tokens += len(tokens)
-                record.ms += ms
-                record.first_token_ms += first / conversation.turns
-                record.rounds += len(rounds)
-                record.medium_calls += sum(r.medium_calls for r in rounds)
-                record.accepted += sum(r.accepted for r in rounds)
-                record.steps = [sum(r.mask >> k & 1 for r in rounds) + n for k, n in enumerate(record.steps)]
-                for part in PARTS:
-                    record.parts[part] += sum(r.ms[part] for r in rounds)
-            for name, tokens in answers.items():
-                verdict = compare_texts(target, ids, tokens, answers[GENERATE.name])
-                mine[name].different += verdict == "different"
-                mine[name].ties += verdict == "tie"
-            conversation.answer(answers[GENERATE.name])
-        records += mine.values()
+        try:
+            records += _decode_prompt(target, medium, prompt, everything, order, max_new_tokens)
+        except Exception as error:
+            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            failed.append({"file": prompt.file, "prompt": prompt.id, "error": told})
         progress(done, len(prompts))
         if stop():
             break
-    return records
+    if not records:
+        raise ValueError("no prompt could be decoded; {file}/{prompt}: {error}".format(**failed[0]))
+    return records, failed
+
+
+def _decode_prompt(
+    target: Model,
+    medium: Model | None,
+    prompt: Prompt,
+    everything: list[Plan | Rival],
+    order: random.Random,
+    max_new_tokens: int,
+) -> list[Record]:
+    """A prompt's record of each schedule. A later turn follows the target's own earlier answers."""
+    mine = {plan.name: _record(prompt, plan) for plan in everything}
+    conversation = Conversation(prompt, target.tokenizer)
+    for turn in range(conversation.turns):
+        ids = conversation.ids(turn)
+        answers = {}
+        for plan in order.sample(everything, len(everything)):
+            record = mine[plan.name]
+            tokens, ms, first, rounds = _decode(target, medium, ids, plan, max_new_tokens)
+            answers[record.schedule] = tokens
+            record.tokens += len(tokens)
+            record.ms += ms
+            record.first_token_ms += first / conversation.turns
+            record.rounds += len(rounds)
+            record.medium_calls += sum(r.medium_calls for r in rounds)
+            record.accepted += sum(r.accepted for r in rounds)
+            record.steps = [sum(r.mask >> k & 1 for r in rounds) + n for k, n in enumerate(record.steps)]
+            for part in PARTS:
+                record.parts[part] += sum(r.ms[part] for r in rounds)
+        for name, tokens in answers.items():
+            verdict = compare_texts(target, ids, tokens, answers[GENERATE.name])
+            mine[name].different += verdict == "different"
+            mine[name].ties += verdict == "tie"
+            mine[name].unconfirmed += verdict == "unconfirmed"
+        conversation.answer(answers[GENERATE.name])
+    return list(mine.values())
 
 
 def in_turns(prompts: list[Prompt]) -> list[Prompt]:
@@ -185,7 +207,7 @@ def in_turns(prompts: list[Prompt]) -> list[Prompt]:
 
 def _record(prompt: Prompt, plan: Plan | Rival) -> Record:
     steps = [0] * (plan.drafting.depth if isinstance(plan, Plan) else 0)
-    return Record(prompt.file, prompt.id, plan.name, 0, 0.0, 0, 0, 0, 0.0, 0, 0, dict.fromkeys(PARTS, 0.0), steps)
+    return Record(prompt.file, prompt.id, plan.name, 0, 0.0, 0, 0, 0, 0.0, 0, 0, 0, dict.fromkeys(PARTS, 0.0), steps)
 
 
 def _decode(
@@ -235,9 +257,10 @@ def summarise_live(records: list[Record], rivals: list[Rival] = []) -> dict[str,
     for schedules, of_group in groups:
         for name, figures in schedules.items():
             mine = [r for r in of_group if r.schedule == name]
-            figures["text_equal"] = not any(r.different for r in mine)
+            figures["text_equal"] = not any(r.different or r.unconfirmed for r in mine)
             figures["texts_different"] = sum(r.different for r in mine)
             figures["ties"] = sum(r.ties for r in mine)
+            figures["unconfirmed"] = sum(r.unconfirmed for r in mine)
             figures["time_to_first_token_ms"] = sum(r.first_token_ms for r in mine) / len(mine)
             figures["time_ms"] = {part: sum(r.parts[part] for r in mine) for part in PARTS}
     return {**summary, "best_rival": best} if rivals else summary

@@ -69,7 +69,7 @@ Penalty = Annotated[float, typer.Option("--repetition-penalty", help="1: off.", 
 Seed = Annotated[int, typer.Option(help="Of the sampling noise.", min=0, max=2**63 - 1)]
 
 DEFAULTS = Drafting()
-SOME_FAILED = 1  # collect's exit code where all was done that could be, and some prompts failed
+SOME_FAILED = 1  # the exit code of collect and bench where all was done that could be, and some prompts failed
 
 
 def main() -> None:
@@ -103,6 +103,11 @@ def _check_arguments(words: list[str]) -> None:
 def _say(text: str, style: str | None = None) -> None:
     """One line on stderr, whatever the terminal's width."""
     console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _say_failed(failed: list[dict[str, Any]]) -> None:
+    for failure in failed:
+        _say(f"failed: {failure['file']}/{failure['prompt']}: {failure['error']}")
 
 
 @app.command()
@@ -213,8 +218,7 @@ def collect(
         stopped = stack.enter_context(_stop_signals("what was collected is kept, and the same command goes on"))
         update = stack.enter_context(_progress("collecting"))
         manifest, failed = collect_with(running, wanted, folder, retry_failed, update, lambda: bool(stopped))
-    for failure in failed:
-        _say(f"failed: {failure['file']}/{failure['prompt']}: {failure['error']}")
+    _say_failed(failed)
     tables = [part[table] for part in manifest["parts"] for table in ("decisions", "leaves")]
     logged, size = sum(t["rows"] for t in tables[1::2]) // how.drafting.schedules, sum(t["bytes"] for t in tables)
     _say(
@@ -419,18 +423,23 @@ def bench(
         rivals = []
     _check_models(plans, models, force)
     with _stop_signals("nothing is kept") as stopped, _progress("benching") as update:
-        records = live.run(*models, wanted, plans, max_new_tokens, update, rivals, lambda: bool(stopped))
+        records, failed = live.run(*models, wanted, plans, max_new_tokens, update, rivals, lambda: bool(stopped))
     summary = live.summarise_live(records, rivals)
-    if report:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(live.report_page(summary))
     _report(summary, json_out)
     if rivals and not json_out:
         _print_rivals(summary, [plan.name for plan in plans], live.BEST_RIVAL)
+    _say_failed(failed)
+    finished = len({(record.file, record.prompt) for record in records})
+    if stopped or failed:
+        cause = f"stopped by {stopped[0].name}" if stopped else f"{len(failed)} failed"
+        _say(f"{cause}; the figures are of {finished} of {len(wanted)} prompts", style="red")
+    if report:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(live.report_page(summary))
     if stopped:
-        finished = len({(record.file, record.prompt) for record in records})
-        _say(f"stopped by {stopped[0].name}; the figures are of {finished} of {len(wanted)} prompts", style="red")
         raise typer.Exit(128 + stopped[0])
+    if failed:
+        raise typer.Exit(SOME_FAILED)
 
 
 @app.command()
@@ -715,6 +724,8 @@ def _print_rivals(summary: dict[str, Any], ours: list[str], best: str) -> None:
 
 def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:
     """One table: a row a schedule."""
+    from treegraft.report import texts
+
     table = Table(title=f"{title} (accepted tokens and medium calls a round)", title_justify="left", box=box.SIMPLE)
     for column in ("schedule", "tokens/s", "speedup", "95 %", "accepted", "calls", "text"):
         table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=column != "schedule")
@@ -722,7 +733,7 @@ def print_table(title: str, figures: dict[str, dict[str, Any]]) -> None:
     a_round = ("accepted_per_round", "medium_calls_per_round")  # unknown of a decoder that is not ours
     for name, m in figures.items():
         low, high = m["speedup_interval"]
-        text = ("equal" if m["text_equal"] else f"{m['texts_different']} differ") if live else "replayed"
+        text = texts(m) if live else "replayed"
         table.add_row(
             name, f"{m['tokens_per_second']:.2f}", f"{m['speedup']:.3f}", f"{low:.2f}..{high:.2f}",
             *((f"{m[of]:.2f}" for of in a_round) if m["rounds"] else ("", "")), text,

@@ -81,7 +81,9 @@ def run_demo(out: Path, console: Console, progress: Callable[[str], Any]) -> dic
     prompts = read_prompts(shipped("bench"), BENCH["limit"])
     say(f"bench: {len(prompts)} other prompts, live, every schedule interleaved in one process")
     with progress("benching") as update:
-        records = bench.run(target, medium, prompts, plans, BENCH["max_new_tokens"], update)
+        records, failed = bench.run(target, medium, prompts, plans, BENCH["max_new_tokens"], update)
+    for failure in failed:
+        say("failed: {file}/{prompt}: {error}".format(**failure))
     summary = summarise(records, bits, drafting.depth)
     (out / "bench.json").write_text(json.dumps(summary, indent=1) + "\n")
     ids = Conversation(prompts[0], target.tokenizer).ids(0)

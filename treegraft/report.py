@@ -59,12 +59,19 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
         [
             name, f"{m['tokens_per_second']:.2f}", f"{m['speedup']:.3f}", _range(m["speedup_interval"]),
             *((f"{m['accepted_per_round']:.2f}", f"{m['medium_calls_per_round']:.2f}") if m["rounds"] else ("", "")),
-            "equal" if m["text_equal"] else "differs",
+            texts(m),
         ]
         for name, m in figures.items()
     ]  # fmt: skip
     heads = ["schedule", "tokens/s", "speedup", "95 % interval", "accepted/round", "medium calls/round", "text"]
     return _table(heads, rows)
+
+
+def texts(figures: dict[str, Any]) -> str:
+    """How a schedule's texts compare with the target's own, such as "equal" or "2 different, 1 unconfirmed"."""
+    counts = {"different": figures["texts_different"], "unconfirmed": figures["unconfirmed"], "tied": figures["ties"]}
+    said = ["equal"] if figures["text_equal"] else []
+    return ", ".join(said + [f"{count} {verdict}" for verdict, count in counts.items() if count])
 
 
 def over(figures: dict[str, dict[str, Any]], other: str) -> str:
