@@ -6,11 +6,13 @@ the time of one row, in the same precision. Where a plain product runs in MKL on
 even a single row takes twice as long as by oneDNN. On other devices nothing is done.
 """
 
-import copy
+import functools
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,41 +28,109 @@ def mkl_elsewhere() -> bool:
 ROWS = 8  # what the blocked weight is laid out for
 # From so many rows on, the blocked weight is the faster one. By rule, not by a trial, so that equal runs round equally.
 LEAST_ROWS = {torch.float32: 1 if mkl_elsewhere() else 4, torch.bfloat16: 1}
+SAMPLE = 16  # values of a weight, along its diagonal, that are held against what they were
 MOST_BYTES = 2**31  # of weights; a second copy of more would take memory that its user may need
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A weight blocked for a few rows, and what that weight was then."""
+
+    blocked: torch.Tensor
+    weight: nn.Parameter
+    version: int
+    pointer: int
+    values: np.ndarray  # a few of the weight's, in its own memory
+    held: bytes  # what they were: a change through `.data`, as adapters are merged, counts as no new version
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether `weight` is still the one that was blocked."""
+        return (
+            weight is self.weight
+            and weight._version == self.version
+            and weight.data_ptr() == self.pointer
+            and self.values.tobytes() == self.held
+        )
+
+
+def pack(weight: Any) -> Packed | None:
+    """The blocked `weight`; None for one that has to be multiplied as it is."""
+    if type(weight) is not nn.Parameter or not packable(weight):
+        return None
+    numbers = weight.detach().view(torch.int16)  # numpy knows no bfloat16
+    rows, columns = (max(1, size // SAMPLE) for size in numbers.shape)
+    values = numbers[::rows, ::columns].diagonal().numpy()
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+    return Packed(blocked, weight, weight._version, weight.data_ptr(), values, values.tobytes())
+
+
+def packable(weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies by such a weight: an ordinary one on a CPU, in float32 or (if native) bfloat16."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and weight.numel() > 0
+        and not weight.is_inference()  # its changes are not counted
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _native_bfloat16()))
+    )
+
+
+@functools.cache
+def _native_bfloat16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class PackedLinear(nn.Linear):
-    """A frozen linear layer on a CPU, with a blocked copy of its weight for inputs of several rows."""
+    """A linear layer with a blocked copy of its weight for inputs of several rows.
+
+    It behaves as the layer that it replaced. The copy follows the weight; gradients, autocast and whatever else wants
+    the weight itself get it; and what is copied or pickled is a plain layer.
+    """
 
     def __init__(self, linear: nn.Linear):
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.__dict__.update(linear.__dict__)
+        self.packed = pack(linear.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        if input.numel() < LEAST_ROWS[self.weight.dtype] * self.in_features:
-            return F.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+        weight, bias = self.weight, self.bias
+        if input.numel() < LEAST_ROWS.get(weight.dtype, 1) * self.in_features or not _is_plain(input, weight):
+            return F.linear(input, weight, bias)
+        packed = self.packed
+        if packed is None or not packed.is_of(weight):
+            packed = self.packed = pack(weight)
+        if packed is None:
+            return F.linear(input, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(input, packed.blocked, bias, "none", [], "")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain layer: a copy is made to be changed, and a blocked weight cannot be."""
-        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        plain.weight, plain.bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
-        return plain
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in self.__getstate__().items() if name != "packed"}
+        return _new_linear, (), state
+
+
+def _new_linear() -> nn.Linear:
+    return nn.Linear.__new__(nn.Linear)
+
+
+def _is_plain(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product is numbers in, numbers out, in one precision."""
+    return not (
+        input.dtype != weight.dtype
+        or torch.is_autocast_enabled("cpu")
+        or (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad))
+        or type(input) is not torch.Tensor
+        or torch.compiler.is_compiling()
+    )
 
 
 def pack_linears(lm: nn.Module) -> None:
     """Replace the linear layers of `lm` where that pays: on a CPU with oneDNN, in float32 or bfloat16."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    supported = {torch.float32} | ({torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set())
     found = [
         (module, name, child)
         for module in lm.modules()
         for name, child in module.named_children()
-        if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype in supported
+        if type(child) is nn.Linear and packable(child.weight)
     ]
     if sum(child.weight.nbytes for _, _, child in found) <= MOST_BYTES:
         for module, name, child in found:
