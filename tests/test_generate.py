@@ -424,14 +424,3 @@ def test_an_artifacts_file_is_followed_only_with_the_models_it_was_learned_with(
         else:
             with pytest.raises(ValueError, match="another medium than"):
                 ours(target, medium, PROMPTS[3], path)
-
-
-def test_a_model_that_cannot_take_a_tree_mask_is_refused(pair) -> None:
-    target, _ = pair("llama")
-    flash = copy.copy(target.lm)
-    flash.config = copy.copy(target.lm.config)
-    flash.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(ValueError, match="sdpa"):
-        treegraft.generate(
-            flash, torch.tensor([PROMPTS[3]]), LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig()
-        )

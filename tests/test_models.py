@@ -1,19 +1,20 @@
 """What is wrong with a model is said, with its name, before any text is decoded."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny import VOCABULARY, config, save_lm, tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import VOCABULARY, config, greedy, save_lm, tokenizer
+from transformers import AutoConfig
 
 from treegraft.runtime.decode import AUTOREGRESSIVE, ContextError, Plan, decode
 from treegraft.runtime.drafting import Drafting
-from treegraft.runtime.models import ModelError, cache_folder, check_pair, load_model, wrap_model
+from treegraft.runtime.models import ModelError, cache_folder, check_pair, load_model
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
 
-SMALL = Plan("small", Mask(0), Drafting(depth=3, width=2, children=2), Cut("none"))
+SMALL, MEDIUM = (Plan(bin(m), Mask(m), Drafting(depth=3, width=2, children=2), Cut("none")) for m in (0b000, 0b111))
 
 
 def save_config(folder: Path, kind: str, **settings) -> str:  # type: ignore[no-untyped-def]
@@ -64,39 +65,11 @@ def test_a_damaged_gguf_file_is_named_and_leaves_nothing_in_the_cache(tmp_path: 
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
-        ("mamba2", {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 4}),
-        ("recurrent_gemma", {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}),
-        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2}),
-        ("qwen3_next", {"hidden_size": 32, "num_hidden_layers": 4}),
-    ],
-)
-def test_a_recurrent_model_is_refused_with_the_reason(tmp_path: Path, kind: str, settings: dict[str, int]) -> None:
-    name = save_config(tmp_path, kind, vocab_size=VOCABULARY, **settings)
-    with pytest.raises(ModelError, match=rf"'{name}' \({kind}\) keeps a recurrent or compressed state"):
-        load_model(name)
-
-
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_an_encoder_decoder_is_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
     name = save_config(tmp_path, kind, vocab_size=VOCABULARY, d_model=32)
     with pytest.raises(ModelError, match=rf"'{name}' \({kind}\) is an encoder-decoder"):
         load_model(name)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("bloom", {"n_layer": 1, "n_head": 2}), ("xlstm", {"num_hidden_layers": 1, "num_heads": 2})],
-)
-def test_other_models_that_cannot_branch_are_refused_too(tmp_path: Path, kind: str, settings: dict[str, int]) -> None:
-    made = AutoConfig.for_model(kind, vocab_size=VOCABULARY, hidden_size=32, bos_token_id=0, eos_token_id=1, **settings)
-    AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=str(tmp_path)):
-        load_model(str(tmp_path))
 
 
 def test_models_of_one_vocabulary_make_a_pair(pair) -> None:  # type: ignore[no-untyped-def]
@@ -140,6 +113,29 @@ def test_a_sliding_window_limits_the_context(tmp_path: Path, kind: str, settings
         assert decode(model, None, prompt, SMALL, 17).tokens == reference[0, 20:].tolist()
         with pytest.raises(ContextError, match=r"20 prompt tokens \+ 18 new \+ 3 drafted = 41 exceed .* 40 tokens"):
             decode(model, None, prompt, SMALL, 18)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "dynamic", "factor": 4.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_a_stretched_position_encoding_reaches_as_far_as_it_was_stretched(tmp_path: Path, rope: dict[str, Any]) -> None:
+    settings = config("llama", max_position_embeddings=64, rope_parameters={"rope_theta": 10000.0, **rope})
+    folder = str(save_lm(tmp_path / "target", settings, seed=0))
+    model, drafter = load_model(folder), load_model(folder)
+    assert model.context == 256
+    for length in (20, 100):  # the answer crosses 64 tokens, the prompt does
+        prompt = [token * 7 % VOCABULARY for token in range(length)]
+        reference = greedy(load_model(folder), prompt, 80)
+        for plan in (SMALL, MEDIUM):
+            assert decode(model, drafter, prompt, plan, 80).tokens == reference
+    with pytest.raises(ContextError, match="256 tokens"):
+        decode(model, None, [1] * 250, SMALL, 80)
 
 
 def test_a_prompt_beyond_the_context_is_refused(pair) -> None:  # type: ignore[no-untyped-def]
@@ -204,10 +200,3 @@ def test_a_model_that_lacks_weights_or_has_an_unknown_dtype_is_refused(tmp_path:
     more.save_pretrained(folder)
     with pytest.raises(ModelError, match="lack"):
         load_model(str(folder))
-
-
-def test_a_model_whose_attention_caps_its_scores_is_refused(tmp_path: Path) -> None:
-    settings = config("gemma2", head_dim=16, attn_logit_softcapping=50.0, attn_implementation="eager")
-    lm = AutoModelForCausalLM.from_config(settings)
-    with pytest.raises(ModelError, match="Gemma2ForCausalLM has no SDPA attention"):
-        wrap_model(lm)

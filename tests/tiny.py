@@ -52,7 +52,7 @@ def save_lm(folder: Path, settings, seed: int, scale: float = 2.0, **words) -> P
             if weight.dim() > 1:
                 weight.normal_(0.0, scale / weight.shape[-1] ** 0.5 if "embed" not in name else 1.0)
     lm.save_pretrained(folder)
-    tokenizer(settings.vocab_size, **words).save_pretrained(folder)
+    tokenizer(settings.get_text_config().vocab_size, **words).save_pretrained(folder)
     return folder
 
 

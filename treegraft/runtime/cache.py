@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from treegraft.runtime.model import text_config
 
 
 @dataclass
@@ -100,5 +103,11 @@ class SlotCache(Cache):
     def move(self, sources: torch.Tensor, start: int) -> None:
         """Move the slots `sources` to `start` and the slots after it, in that order."""
         for layer in self.layers:
-            for buffer in (layer.keys, layer.values):
-                buffer[:, :, start : start + len(sources)] = buffer[:, :, sources]
+            if layer.is_initialized:  # one that shares another's keys has none
+                for buffer in (layer.keys, layer.values):
+                    buffer[:, :, start : start + len(sources)] = buffer[:, :, sources]
+
+
+def new_cache(lm: PreTrainedModel) -> SlotCache:
+    """An empty cache for the layers of `lm`."""
+    return SlotCache(text_config(lm).num_hidden_layers)

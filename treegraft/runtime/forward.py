@@ -16,15 +16,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from treegraft.runtime import static
-from treegraft.runtime.cache import SlotCache
-from treegraft.runtime.models import Model
+from treegraft.runtime.cache import new_cache
+from treegraft.runtime.model import Model, rope_parameters, text_config
 from treegraft.runtime.tree import Paths
 
 GROWTH = 64  # cache slots added at a time, in tokens
 LONG_LAG = 64  # tokens; more are caught up without a mask, whose size is their square
 
 # One forward at a time in a process: they switch their model's attention, and graphs must be captured one by one.
-_alone = RLock()
+alone = RLock()
 _branching = ContextVar("_branching", default=False)
 
 
@@ -53,7 +53,7 @@ def tree_attention(
     batch, heads, count, width = query.shape
     rows, mask = query.reshape(batch, key.shape[1], -1, width), attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(batch, heads, count, -1).transpose(1, 2), None
+    return output.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("treegraft", tree_attention)
@@ -82,6 +82,17 @@ def tree_mask(seen: torch.Tensor, branches: torch.Tensor, length: int, dtype: to
     return mask.scatter_(1, branches, 0)[None, None]
 
 
+def reset_frequencies(lm: torch.nn.Module) -> None:
+    """Undo what an earlier text has stretched: the next forward stretches it for its own length."""
+    for module in lm.modules():
+        if hasattr(module, "max_seq_len_cached"):
+            for name, original in list(module.named_buffers(recurse=False)):
+                if name.endswith("original_inv_freq"):
+                    prefix = name.removesuffix("original_inv_freq")
+                    module.register_buffer(f"{prefix}inv_freq", original.clone(), persistent=False)
+                    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
 class TreeForward:
     """A model with its cache: `seen` committed tokens first, then one slot for each processed path of this round.
 
@@ -93,8 +104,9 @@ class TreeForward:
         self.seen = 0
         self.slots: dict[int, int] = {}
         self.static = static.is_static(model.lm)
-        layers = model.lm.config.num_hidden_layers
-        self.cache = static.borrow_cache(self, model.lm) if self.static else SlotCache(layers)
+        self.config = text_config(model.lm)
+        self.stretching = any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(self.config))
+        self.cache = static.borrow_cache(self, model.lm) if self.static else new_cache(model.lm)
 
     @torch.inference_mode()
     def __call__(self, committed: list[int], paths: Paths, nodes: list[int]) -> torch.Tensor:
@@ -103,8 +115,10 @@ class TreeForward:
         `committed` are all tokens before the root. A node attends to them, to its ancestors and to itself; its
         position is the root's plus its depth (spec section 3). On CUDA the logits hold until the next call.
         """
-        with _alone:
-            return self._forward(committed, paths, nodes)
+        with alone:
+            return (
+                self._stretched(committed, paths, nodes) if self.stretching else self._forward(committed, paths, nodes)
+            )
 
     def _forward(self, committed: list[int], paths: Paths, nodes: list[int]) -> torch.Tensor:
         lag = len(committed) - self.seen
@@ -129,9 +143,25 @@ class TreeForward:
             logits = self._branch(inputs, len(nodes))
         else:  # plain causal attention, which the model masks itself
             root = paths.tokens[nodes[0]]
-            logits = self.model.lm(**self._plain([*committed[self.seen :], root]), logits_to_keep=1).logits[0]
+            logits = self.model.lm(**self._plain([*committed[self.seen :], root]), logits_to_keep=1).logits[0, -1:]
         self.seen = len(committed)
         return logits
+
+    def _stretched(self, committed: list[int], paths: Paths, nodes: list[int]) -> torch.Tensor:
+        """As `_forward` for frequencies that go by a forward's last position: past a length, depth by depth.
+
+        One-token steps stretch them so; and `generate` would keep those of the longest text that it has seen.
+        """
+        reset_frequencies(self.model.lm)
+        depths = [paths.depths[node] for node in nodes]
+        if len(committed) + max(depths) < self.config.max_position_embeddings:
+            return self._forward(committed, paths, nodes)
+        rows: dict[int, torch.Tensor] = {}
+        for depth in sorted(set(depths)):
+            level = [node for node, at in zip(nodes, depths) if at == depth]
+            rows |= zip(level, self._forward(committed, paths, level).clone())
+            reset_frequencies(self.model.lm)
+        return torch.stack([rows[node] for node in nodes])
 
     def _catch_up(self, committed: list[int]) -> None:
         """Process the committed tokens not seen yet, with no mask, and no head either: nobody reads their logits."""
@@ -193,9 +223,9 @@ class TreeForward:
     def _branch(self, inputs: torch.Tensor, rows: int) -> torch.Tensor:
         """The last `rows` logits (0: all) of a forward under a tree mask."""
         mask = tree_mask(inputs[3], inputs[4:].T, self.cache.slots.read, self.model.lm.dtype)
-        with _attending(self.model.lm.config):
+        with _attending(self.config):
             output = self.model.lm(**self._arguments(inputs), attention_mask=mask, logits_to_keep=rows)
-        return output.logits[0]
+        return output.logits[0, -rows:]
 
     def rewind(self, length: int) -> None:
         """Keep at most the first `length` committed tokens, and no node."""

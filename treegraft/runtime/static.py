@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from treegraft.runtime.cache import Captured, SlotCache
+from treegraft.runtime.cache import Captured, SlotCache, new_cache
 
 DEVICES = ("cuda",)  # where padding pays; elsewhere a forward takes time for every token
 SIZES = (1, 4, 8, 16, 32, 64)  # tokens of a forward; more are not padded
@@ -67,7 +67,7 @@ def borrow_cache(owner: object, lm: PreTrainedModel) -> SlotCache:
     """A cache for `owner`, with the graphs of an earlier text's where one is idle; idle again once `owner` is gone."""
     cache, built_in = _idle.pop(lm, None), _built_in(lm)
     if cache is None or cache.built_in != built_in:
-        cache = SlotCache(lm.config.num_hidden_layers)
+        cache = new_cache(lm)
         cache.built_in = built_in
     weakref.finalize(owner, _give_back, weakref.ref(lm), cache).atexit = False
     return cache

@@ -1,0 +1,89 @@
+"""Whether the tree decoder can serve a model, found by trying: names and lists of architectures would be guesses."""
+
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from treegraft.runtime.forward import TreeForward, alone
+from treegraft.runtime.model import Model, ModelError, text_config
+from treegraft.runtime.tree import Paths
+
+# What a configuration has where its model keeps a state that no two branches can share; to say so, not to decide.
+RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_cache", "attention_hidden_size",
+             "linear_conv_kernel_dim", "lru_width", "mlstm_round_up_to_multiple_of")  # fmt: skip
+
+_tried: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+
+
+def check_branching(name: str, lm: PreTrainedModel) -> None:
+    """Raise ModelError unless `lm` gives a token the same scores in a draft tree as alone; tried once a configuration.
+
+    A small tree with two branches is processed, the second branch kept, and one token processed after it; the scores
+    along the way have to be those of the model's own forward over the same text, rounding aside.
+    """
+    configuration = lm.config.to_json_string(use_diff=False) + str(lm.training)
+    if _tried.get(lm) == configuration:
+        return
+    try:
+        with alone, torch.inference_mode():
+            told = _difference(lm)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model's code may raise anything
+        told = f"its forward ends in {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if told:
+        raise ModelError(f"model {name!r} ({type(lm).__name__}) cannot branch over a draft tree: {told}. {_advice(lm)}")
+    _tried[lm] = configuration
+
+
+def _difference(lm: PreTrainedModel) -> str:
+    """How the scores in a tree differ from the model's own; "" where they agree."""
+    first, second, third, root, left, right, last, after = _tokens(lm)
+    text = [first, second, third, root, right, last, after]
+    forward = TreeForward(Model("", lm, None, 0, ""))  # type: ignore[arg-type]
+    paths = Paths(root, text[:3], 1)
+    nodes = [0, paths.child(0, left), paths.child(0, right)]
+    nodes += [paths.child(nodes[1], last), paths.child(nodes[2], last)]
+    scores = forward(text[:3], paths, nodes).clone()[[0, 2, 4]]
+    forward.commit([nodes[0], nodes[2], nodes[4]])
+    scores = torch.cat([scores, forward(text[:-1], Paths(after, text[:-1], 1), [0])])
+    own = lm(torch.tensor([text], device=lm.device), use_cache=False).logits[0, -len(scores) :]
+    if scores.shape != own.shape:
+        return f"its scores have the shape {tuple(scores.shape)}, not {tuple(own.shape)}"
+    scores, own = scores.nan_to_num().double(), own.nan_to_num().double()
+    spread = float((own - own.mean(dim=-1, keepdim=True)).abs().max())
+    apart = float((scores - own).abs().max())
+    if apart > tolerance(lm.dtype) * spread:
+        return f"a token's scores there are {apart / spread:.2g} of their spread away from those that it has alone"
+    return ""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The rounding that is allowed for, as a share of the scores' spread."""
+    return max(1e-3, 16 * torch.finfo(dtype).eps)
+
+
+def _tokens(lm: PreTrainedModel) -> list[int]:
+    """Eight token ids from all over the vocabulary, none of which a configuration gives a meaning of its own."""
+    embeddings: Any = lm.get_input_embeddings()
+    config, size = text_config(lm), embeddings.weight.shape[0]
+    special = {value for settings in (lm.config, config) for name, value in vars(settings).items() if "token" in name
+               and isinstance(value, int)}  # fmt: skip
+    free = [token for token in range(0, size, max(1, size // 64)) if token not in special]
+    return [free[i * len(free) // 8] for i in range(8)]
+
+
+def _advice(lm: PreTrainedModel) -> str:
+    attention, config = lm.config._attn_implementation, text_config(lm)
+    if lm.training:
+        return "It is in training mode: call its eval()"
+    if attention not in ("sdpa", "eager"):
+        return f"{attention} attention takes no tree mask: load it with attn_implementation='sdpa'"
+    kinds: Any = getattr(config, "layer_types", None) or []
+    if any("linear" in kind or kind in ("conv", "mamba") for kind in kinds) or any(
+        hasattr(config, mark) for mark in RECURRENT
+    ):
+        return "It keeps a recurrent or compressed state, which two branches cannot share: use a full-attention model"
+    return "Use another causal LM with full attention"
