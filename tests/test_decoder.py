@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+import torch
 import treegraft
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.models import Model
@@ -161,7 +162,8 @@ def test_decisions_by_the_fallback_schedule_are_counted_in_the_answer(pair) -> N
     sound = treegraft.Decoder(target, medium, plan).generate([1, 2], 8)
     assert sound.fallbacks == 0
     broken_target = replace(target, lm=copy.deepcopy(target.lm))
-    broken_target.lm.get_output_embeddings().weight[3] = float("inf")
+    head = broken_target.lm.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, torch.tensor([3]), torch.inf))
     with pytest.warns(UserWarning, match="'target_margin'"):
         broken = treegraft.Decoder(broken_target, medium, plan, monitor=False).generate([1, 2], 8)
     assert broken.fallbacks == 2 * len(broken.rounds) and all(done.mask == 0b10 for done in broken.rounds)

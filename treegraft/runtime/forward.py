@@ -211,6 +211,11 @@ class TreeForward:
         for node in path:
             if node not in self.slots:
                 break
+    def forget(self, length: int) -> None:
+        """As `rewind`, after scores that were no numbers: padded forwards read all slots, and a NaN outdoes a mask."""
+        self.rewind(length)
+        self.cache.clear(self.seen)
+
             if moved or self.slots[node] != self.seen:
                 moved.append(self.slots[node])
             else:

@@ -1,5 +1,8 @@
 """The medium drafter: a causal LM that processes tree paths and scores their next tokens."""
 
+import math
+from bisect import bisect_left
+
 import torch
 
 from treegraft.runtime.forward import TreeForward
@@ -43,7 +46,7 @@ class LMDrafter:
             tokens = map(int, chosen)
             if self._vocabulary is not None:
                 tokens = map(self._vocabulary.__getitem__, tokens)
-            self._best[node] = list(zip(tokens, best))
+            self._best[node] = [(token, value) for token, value in zip(tokens, best) if not math.isnan(value)]
         self._blocks.append(log_p)
 
     def processed(self, path: int) -> bool:
@@ -59,7 +62,7 @@ class LMDrafter:
         index, row = self._row[path]
         block = self._blocks[index] = self._blocks[index].cpu()  # fetched once, for all questions that follow
         values = block[row, columns].tolist()  # -1 reads the last column, and is dropped here
-        return [value if column >= 0 else None for value, column in zip(values, columns)]
+        return [None if column < 0 or math.isnan(value) else value for value, column in zip(values, columns)]
 
     def rewind(self, length: int) -> None:
         """Keep at most the first `length` committed tokens, for another text that begins with them."""
@@ -70,3 +73,5 @@ class LMDrafter:
         """End the round; `path` is what was committed (path ids, root first)."""
         self.forward.commit(path)
         self._blocks, self._row, self._best = [], {}, {}
+        if not all(self._best.values()):  # scores that were no numbers must not show in later forwards
+            self.forward.forget(self.forward.seen)
