@@ -139,7 +139,8 @@ def collect_prompt(
         decoded = decode(target, medium, ids, plan, how.max_new_tokens, how.sampling.chooser(), measure=True)
         keys = {"file": prompt.file, "prompt": prompt.id, "turn": turn}
         chosen = how.positions.chosen(f"{prompt.sha256()} {turn}", len(decoded.tokens) - 1)
-        _collect_answer(medium, ids, decoded.tokens, decoded.uncertainty, chosen, how.drafting, keys, decisions, leaves)
+        _collect_answer(medium, target.embeds, ids, decoded.tokens, decoded.uncertainty, chosen, how.drafting, keys,
+                        decisions, leaves)  # fmt: skip
         lengths.append((len(ids), len(decoded.tokens)))
         conversation.answer(decoded.tokens)
     return decisions, leaves, lengths
@@ -147,6 +148,7 @@ def collect_prompt(
 
 def _collect_answer(
     medium: Model,
+    embeds: int,
     prompt: list[int],
     answer: list[int],
     uncertainty: list[tuple[float, float]],
@@ -157,7 +159,7 @@ def _collect_answer(
     leaves: list[dict[str, Any]],
 ) -> None:
     """Append the rows of the `chosen` positions."""
-    drafter = LMDrafter(medium)
+    drafter = LMDrafter(medium, embeds)
     smalls = [NGramDrafter() for _ in range(min(BLOCK, len(chosen)))]
     text = prompt + answer
 

@@ -95,7 +95,7 @@ class PromptCache:
     def __init__(self, target: Model, medium: Model | None):
         self.models = (target, medium)
         self.verifier = TreeForward(target)
-        self.drafter = None if medium is None else LMDrafter(medium)
+        self.drafter = None if medium is None else LMDrafter(medium, target.embeds)
         self.text: list[int] = []  # begins with what either model has processed
 
     def rewind(self, prompt: list[int]) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode
 
 from treegraft.runtime.decode import Decoded, Plan, decode_rounds
-from treegraft.runtime.models import Model, ModelError, fingerprint_of, wrap_model
+from treegraft.runtime.models import Model, ModelError, check_pair, fingerprint_of, wrap_model
 from treegraft.runtime.monitor import Monitor, watch_drift
 from treegraft.runtime.plan import as_plan, check_medium, check_models
 from treegraft.runtime.sampling import Chooser, make_seed
@@ -77,7 +77,7 @@ def generate(
                 wrapped.fingerprint = wrapped.fingerprint or fingerprint_of(wrapped.lm)
         check_models(plan, target, drafter)
     if drafter is not None:
-        _check_vocabulary(target, drafter)
+        check_pair(target, drafter)
     if stop_strings is not None:
         stopping_criteria.append(_stop_strings(stop_strings, asked))
 
@@ -182,18 +182,6 @@ def _refuse(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dic
         raise ValueError(
             f"treegraft.generate cannot honour {', '.join(names)}: it decodes one prompt, greedily or by sampling; "
             "leave that out, or leave out custom_generate"
-        )
-
-
-def _check_vocabulary(target: Model, drafter: Model) -> None:
-    """Raise ModelError where the drafter could propose or meet a token that the other model does not embed."""
-    ours, theirs = (cast(Any, model.lm.get_input_embeddings()).weight.shape[0] for model in (target, drafter))
-    vocabulary = drafter.draft_vocabulary
-    highest = int(vocabulary.max()) if vocabulary is not None else theirs - 1
-    if highest >= ours or theirs < ours:
-        raise ModelError(
-            f"target {target.name!r} embeds {ours} tokens and drafter {drafter.name!r} {theirs}; where they share a "
-            "tokenizer all the same, load both with treegraft.load_model; treegraft.check_pair fits the drafter"
         )
 
 

@@ -45,7 +45,7 @@ class ModelError(ValueError):
 
 @dataclass
 class Model:
-    """A loaded causal LM.
+    """A loaded causal LM, without a tokenizer where it was in memory already.
 
     `context` is its limit in tokens. `draft_vocabulary` (sorted token ids, shape (V,)) is None when the output head
     covers the whole vocabulary; else the head has V rows and row i scores token `draft_vocabulary[i]`.
@@ -57,6 +57,11 @@ class Model:
     context: int
     fingerprint: str
     draft_vocabulary: torch.Tensor | None = None
+
+    @property
+    def embeds(self) -> int:
+        """How many token ids it embeds, from 0 on: at least those of its tokenizer, and often some of padding."""
+        return int(cast(Any, self.lm.get_input_embeddings()).weight.shape[0])
 
     @property
     def device(self) -> torch.device:
@@ -135,12 +140,23 @@ def wrap_model(lm: PreTrainedModel) -> Model:
 
 
 def check_pair(target: Model, drafter: Model) -> None:
-    """Raise ModelError unless both map the same tokens to the same ids; the first differences are named."""
+    """Raise ModelError unless both map the same tokens to the same ids; the first differences are named.
+
+    Either may embed more ids than the other, since embeddings are padded: `LMDrafter` sees to that. Without a tokenizer
+    to compare by, sizes that padding does not explain are refused, and for the rest the caller answers.
+    """
     if target.draft_vocabulary is not None:
         raise ModelError(f"target {target.name!r} has a reduced draft vocabulary: a drafter cannot be a target")
+    if target.tokenizer is None or drafter.tokenizer is None:
+        sizes = target.embeds, drafter.embeds
+        if max(sizes) > 2 * min(sizes):
+            raise ModelError(
+                f"target {target.name!r} embeds {sizes[0]} tokens and drafter {drafter.name!r} {sizes[1]}: they do not "
+                "share a vocabulary; use a drafter of the target's own family"
+            )
+        return
     ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
     if ours == theirs:
-        _fit_head(target, drafter)
         return
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     shown = ", ".join(f"{token!r} ({ours.get(token)} / {theirs.get(token)})" for token in different[:3])
@@ -148,22 +164,6 @@ def check_pair(target: Model, drafter: Model) -> None:
         f"target {target.name!r} and drafter {drafter.name!r} do not share a vocabulary: {len(different)} tokens "
         f"differ, first (target id / drafter id): {shown}; use a drafter of the target's own family"
     )
-
-
-def _fit_head(target: Model, drafter: Model) -> None:
-    """Cut a drafter's head that is padded beyond the target's embeddings: it must not propose what is no token."""
-    embeddings: Any = target.lm.get_input_embeddings()
-    rows = embeddings.weight.shape[0]
-    own: Any = drafter.lm.get_input_embeddings()
-    if own.weight.shape[0] <= max(target.tokenizer.get_vocab().values()):
-        raise ModelError(
-            f"drafter {drafter.name!r} embeds {own.weight.shape[0]} tokens, fewer than {target.name!r} has"
-        )
-    head: Any = drafter.lm.get_output_embeddings()
-    if drafter.draft_vocabulary is None and head.weight.shape[0] > rows:
-        drafter.draft_vocabulary = torch.arange(rows, device=drafter.device)
-        drafter.lm.set_output_embeddings(_slice_head(head, drafter.draft_vocabulary))
-        pack_linears(drafter.lm)
 
 
 def _resolve(name: str) -> str:
