@@ -222,5 +222,5 @@ def test_target_uncertainty_is_that_of_the_root(pair, tmp_path: Path) -> None:
 
 
 def test_a_log_has_a_seed_that_it_names(pair, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="seed is None; .*give a whole number"):
+    with pytest.raises(ValueError, match=r"seed is None; .*give a whole number"):
         collect(*pair("llama"), as_prompts(1), tmp_path, DRAFTING, Sampling(temperature=1.0, seed=None), TOKENS)
