@@ -69,7 +69,7 @@ def test_a_leaf_is_the_tree_that_decoding_that_schedule_drafts(pair, tmp_path: P
 def drafters_of(monkeypatch: pytest.MonkeyPatch) -> list[LMDrafter]:
     """The medium drafters that the collector makes from now on."""
     made: list[LMDrafter] = []
-    monkeypatch.setattr(worker, "LMDrafter", lambda model: made.append(LMDrafter(model)) or made[-1])
+    monkeypatch.setattr(worker, "LMDrafter", lambda *of: made.append(LMDrafter(*of)) or made[-1])
     return made
 
 
@@ -219,3 +219,8 @@ def test_target_uncertainty_is_that_of_the_root(pair, tmp_path: Path) -> None:
             log_p = target.lm(torch.tensor([ids + answer])).logits[0, -1].log_softmax(-1)
         assert row["target_entropy"] == pytest.approx(float(-(log_p.exp() * log_p).sum()), abs=1e-4)
         assert int(log_p.argmax()) == row["token"]
+
+
+def test_a_log_has_a_seed_that_it_names(pair, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"seed is None; .*give a whole number"):
+        collect(*pair("llama"), as_prompts(1), tmp_path, DRAFTING, Sampling(temperature=1.0, seed=None), TOKENS)

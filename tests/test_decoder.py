@@ -2,18 +2,24 @@
 
 import copy
 import gc
+import math
 import sys
 import weakref
+from collections import UserList, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tiny
+import torch
 from tiny import VOCABULARY, config, greedy, make_pair, prompts, save_lm
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 import treegraft
 from treegraft.runtime.drafting import Drafting
@@ -105,6 +111,17 @@ def test_one_seed_gives_one_text_and_another_seed_another(decoder) -> None:
     assert first.tokens == same.tokens != other.tokens
 
 
+def test_no_seed_is_a_fresh_one_and_the_answer_says_which(decoder) -> None:
+    answers = [decoder.generate(PROMPTS[2], TOKENS, temperature=5.0, seed=None) for _ in range(3)]
+    assert len({answer.seed for answer in answers}) == len({tuple(answer.tokens) for answer in answers}) == 3
+    for answer in answers:
+        assert decoder.generate(PROMPTS[2], TOKENS, temperature=5.0, seed=answer.seed).tokens == answer.tokens
+    assert decoder.generate(PROMPTS[2], TOKENS, temperature=5.0, seed=3).seed == 3
+    assert decoder.generate(PROMPTS[2], TOKENS, seed=3).seed is None  # greedy
+    stream = decoder.stream(PROMPTS[2], TOKENS, temperature=5.0, seed=None)
+    assert next(stream) and stream.answer.seed is not None
+
+
 def test_threads_and_interleaved_streams_get_the_answers_they_would_get_alone(decoder) -> None:
     alone = [decoder.generate(prompt, TOKENS).text for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -162,7 +179,8 @@ def test_decisions_by_the_fallback_schedule_are_counted_in_the_answer(pair) -> N
     sound = treegraft.Decoder(target, medium, plan).generate([1, 2], 8)
     assert sound.fallbacks == 0
     broken_target = replace(target, lm=copy.deepcopy(target.lm))
-    broken_target.lm.get_output_embeddings().weight[3] = float("inf")
+    head = broken_target.lm.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, torch.tensor([3]), torch.inf))
     with pytest.warns(UserWarning, match="'target_margin'"):
         broken = treegraft.Decoder(broken_target, medium, plan, monitor=False).generate([1, 2], 8)
     assert broken.fallbacks == 2 * len(broken.rounds) and all(done.mask == 0b10 for done in broken.rounds)
@@ -175,12 +193,90 @@ def test_a_prompt_that_does_not_fit_is_refused(decoder) -> None:
         decoder.generate([1] * 500, max_new_tokens=20)
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": 1.0, "top_p": 1.5}], ids=str
-)
-def test_an_option_out_of_range_is_refused_by_name(decoder, options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=list(options)[-1]):
-        decoder.generate(PROMPTS[2], **options)
+WRONG = {
+    "max_new_tokens": (0, -1, 2.0, True, "4", None, math.inf),
+    "temperature": (-1.0, -1, math.nan, math.inf, 10**400, True, "1", None),
+    "top_k": (-1, 2.0, True, "4", None),
+    "top_p": (-0.1, 1.5, math.nan, True, "1", None),
+    "repetition_penalty": (0, 0.0, -1.0, math.nan, math.inf, True, "1", None),
+    "seed": (-1, 2**63, 1.0, True, "1", math.nan),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_option_out_of_range_or_of_another_kind_is_refused_by_name(decoder, name: str) -> None:
+    for value in WRONG[name]:
+        for others in ({}, {"temperature": 1.0}):
+            with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be "):
+                decoder.stream(PROMPTS[2], **{**others, name: value})
+
+
+def test_an_option_may_be_a_number_of_any_make(decoder) -> None:
+    usual = decoder.generate(PROMPTS[2], 6, temperature=2.0, top_k=9, top_p=1.0, repetition_penalty=2.0, seed=4)
+    for whole, real in ((int, int), (np.int64, np.float32), (np.int32, np.float64)):
+        options = {"temperature": real(2), "top_k": whole(9), "top_p": real(1), "repetition_penalty": real(2)}
+        assert decoder.generate(PROMPTS[2], whole(6), **options, seed=whole(4)).tokens == usual.tokens
+
+
+ROWS = [
+    list, tuple, np.array, torch.tensor, deque, UserList,
+    lambda ids: [ids], lambda ids: (tuple(ids),), lambda ids: torch.tensor([ids]), lambda ids: np.array([ids]),
+    lambda ids: [torch.tensor(ids)], lambda ids: list(torch.tensor(ids)), lambda ids: list(np.array(ids)),
+    lambda ids: np.array(ids, dtype=np.uint8), lambda ids: torch.tensor(ids, dtype=torch.int32),
+    lambda ids: {"input_ids": ids}, lambda ids: {"input_ids": [ids], "attention_mask": [[1] * len(ids)]},
+    lambda ids: BatchEncoding({"input_ids": ids, "attention_mask": [1] * len(ids)}),
+    lambda ids: BatchEncoding({"input_ids": [ids], "attention_mask": [[1] * len(ids)]}, tensor_type="pt"),
+    lambda ids: BatchEncoding({"input_ids": [ids]}, tensor_type="np"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("ids", [[5, 6, 7], [5]], ids=str)
+def test_one_row_of_ids_is_a_prompt_in_any_container(decoder, row: Callable[[list[int]], Any], ids: list[int]) -> None:
+    assert decoder.generate(row(ids), 4).tokens == decoder.generate(ids, 4).tokens
+
+
+def test_a_range_and_a_tokenizers_output_are_prompts(pair, decoder) -> None:
+    target, _ = pair("llama")
+    assert decoder.generate(range(3, 7), 4).tokens == decoder.generate([3, 4, 5, 6], 4).tokens
+    for tensors in (None, "pt", "np"):
+        made = target.tokenizer("t5 t6", return_tensors=tensors)
+        assert decoder.generate(made, 4).tokens == decoder.generate([5, 6], 4).tokens
+
+
+USER = {"role": "user", "content": "t5"}
+NO_PROMPTS: list[tuple[Any, str]] = [
+    (["a b", "c"], "item 0 is 'a b', a str"), (["a b"], "item 0 is 'a b', a str"), ([1, "2"], "item 1 is '2', a str"),
+    ([1.0, 2.0], "item 0 is 1.0, a float"), ([True, False], "item 0 is True, a bool"),
+    ([1, None], "item 1 is None, a NoneType"), (np.array([1.0]), "a float"), (torch.tensor([1.0, 2.0]), "a float"),
+    (torch.tensor([True]), "a bool"), ([np.True_], "a bool"), ([torch.tensor(1.5)], "a float"),
+    ([[1, 2], [3]], "2 rows"), (torch.ones(2, 3, dtype=torch.long), "2 rows"), ([USER["role"], USER], "'user', a str"),
+    ([[[1, 2]]], "a row that holds another"), ([1, [2]], "a row that holds"), (np.ones((1, 1, 3)), "a row that"),
+    (b"ab", "a bytes"), (bytearray(b"ab"), "a bytearray"), (memoryview(b"ab"), "a memoryview"), ({1, 2}, "a set"),
+    (frozenset([1]), "a frozenset"), (5, "5, a int"), (1.5, "a float"), (None, "None, a NoneType"), (True, "a bool"),
+    (iter([1, 2]), "iterator"), (torch.tensor(5), "a Tensor"), (object(), "a object"),
+    ({}, "without input_ids"), (USER, "without input_ids"), ({"input_ids": "t5"}, "'t5', a str"),
+    ({"input_ids": [[1, 2], [3, 4]]}, "2 rows"), ({"input_ids": [0, 5], "attention_mask": [0, 1]}, "padded"),
+    ({"input_ids": torch.tensor([[0, 5]]), "attention_mask": torch.tensor([[0, 1]])}, "padded"),
+    ([USER, "t5"], "message 1 is 't5'"), ([{}], "message 0 is {}"), ([USER, {"content": "t5"}], "message 1 is"),
+    ([{"role": "user"}], "needs `role` and `content` strings"), ([{"role": 1, "content": "t5"}], "message 0 is"),
+    ([{"role": "user", "content": b"t5"}], "message 0 is"), ([{"role": "user", "content": None}], "message 0 is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, named", NO_PROMPTS, ids=[repr(prompt)[:40] for prompt, _ in NO_PROMPTS])
+def test_what_is_no_prompt_is_refused_by_name(decoder, prompt: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=r"^(the prompt|message \d) is ") as caught:
+        decoder.stream(prompt, 4)
+    assert named in str(caught.value)
+
+
+def test_messages_that_the_chat_template_refuses_are_refused_by_name(pair) -> None:
+    target, _ = pair("llama")
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"template of .*-target' refuses these messages: roles must alternate"):
+        treegraft.Decoder(replace(target, tokenizer=tokenizer)).stream([USER])
 
 
 def test_text_that_is_not_unicode_is_refused_in_words(pair, decoder) -> None:

@@ -19,7 +19,7 @@ from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.medium import LMDrafter
 from treegraft.runtime.models import Model, check_pair, load_model
 from treegraft.runtime.ngram import NGramDrafter
-from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.sampling import Chooser, ScoreError
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import DraftTree, Paths
@@ -54,6 +54,8 @@ class Settings:
         if self.drafting.depth < 1:
             raise ValueError("--depth 0 leaves no decision to log; give at least 1")
         self.sampling.chooser()  # a value out of range is an error here and not every prompt's
+        if self.sampling.seed is None:
+            raise ValueError("seed is None; a log is made with a seed that it names: give a whole number")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Worker:
 
 
 def _describe(error: Exception) -> str:
-    expected = isinstance(error, PromptError | ContextError)
+    expected = isinstance(error, PromptError | ContextError | ScoreError)
     return str(error) if expected else f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -137,7 +139,8 @@ def collect_prompt(
         decoded = decode(target, medium, ids, plan, how.max_new_tokens, how.sampling.chooser(), measure=True)
         keys = {"file": prompt.file, "prompt": prompt.id, "turn": turn}
         chosen = how.positions.chosen(f"{prompt.sha256()} {turn}", len(decoded.tokens) - 1)
-        _collect_answer(medium, ids, decoded.tokens, decoded.uncertainty, chosen, how.drafting, keys, decisions, leaves)
+        _collect_answer(medium, target.embeds, ids, decoded.tokens, decoded.uncertainty, chosen, how.drafting, keys,
+                        decisions, leaves)  # fmt: skip
         lengths.append((len(ids), len(decoded.tokens)))
         conversation.answer(decoded.tokens)
     return decisions, leaves, lengths
@@ -145,6 +148,7 @@ def collect_prompt(
 
 def _collect_answer(
     medium: Model,
+    embeds: int,
     prompt: list[int],
     answer: list[int],
     uncertainty: list[tuple[float, float]],
@@ -155,7 +159,7 @@ def _collect_answer(
     leaves: list[dict[str, Any]],
 ) -> None:
     """Append the rows of the `chosen` positions."""
-    drafter = LMDrafter(medium)
+    drafter = LMDrafter(medium, embeds)
     smalls = [NGramDrafter() for _ in range(min(BLOCK, len(chosen)))]
     text = prompt + answer
 

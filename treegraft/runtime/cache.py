@@ -100,6 +100,14 @@ class SlotCache(Cache):
             for layer in self.layers:
                 layer.grow()
 
+    @torch.inference_mode()
+    def clear(self, start: int) -> None:
+        """Make the slots from `start` on zeros, as new ones are."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[:, :, start:] = 0
+                layer.values[:, :, start:] = 0
+
     def move(self, sources: torch.Tensor, start: int) -> None:
         """Move the slots `sources` to `start` and the slots after it, in that order."""
         for layer in self.layers:

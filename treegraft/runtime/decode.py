@@ -14,7 +14,7 @@ from treegraft.runtime.forward import TreeForward
 from treegraft.runtime.medium import LMDrafter
 from treegraft.runtime.models import Model
 from treegraft.runtime.ngram import NGramDrafter
-from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.sampling import Chooser, ScoreError, best
 from treegraft.runtime.scheduler import Artifact, Mask, Schedule
 from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import DraftTree, Paths
@@ -59,9 +59,9 @@ class Decoded:
     """An answer (token ids, end of sequence included) and how it came about. Times are in ms, prompt included.
 
     `uncertainty` holds the target's entropy and margin (see `uncertainty`) where it chose each token, if that was
-    measured; else where it chose each round's last one, if the schedule reads it. `fallbacks`
-    counts decisions that an artifact took by its fallback schedule. `drops` and `drift` are what the clock was watched
-    for, where it was (see `runtime.monitor`).
+    measured; else where it chose each round's last one, if the schedule reads it. `fallbacks` counts decisions that an
+    artifact took by its fallback schedule. `drops` and `drift` are what the clock was watched for, where it was (see
+    `runtime.monitor`). `seed` is the sampling noise's, None where greedy.
     """
 
     tokens: list[int]
@@ -72,6 +72,7 @@ class Decoded:
     drift: float | None = None  # measured T_tgt / T_mid over the artifact's
     first_token_ms: float = 0.0
     total_ms: float = 0.0
+    seed: int | None = None
 
 
 @dataclass
@@ -94,7 +95,7 @@ class PromptCache:
     def __init__(self, target: Model, medium: Model | None):
         self.models = (target, medium)
         self.verifier = TreeForward(target)
-        self.drafter = None if medium is None else LMDrafter(medium)
+        self.drafter = None if medium is None else LMDrafter(medium, target.embeds)
         self.text: list[int] = []  # begins with what either model has processed
 
     def rewind(self, prompt: list[int]) -> None:
@@ -144,9 +145,10 @@ def decode(
 ) -> Decoded:
     """Decode one answer; the text is the target's own whatever the plan.
 
-    Raises ContextError for a prompt that is empty or too long, ValueError for a `cache` made with other models than
-    these; a cache keeps what the prompt shares with its last text. `on_tree` receives each round's draft tree with the
-    kept and the accepted nodes; `measure` records the target's uncertainty at each token.
+    Raises ContextError for a prompt that is empty or too long, ScoreError where the target's scores for a token are no
+    numbers, ValueError for a `cache` made with other models than these; a cache keeps what the prompt shares with its
+    last text. `on_tree` receives each round's draft tree with the kept and the accepted nodes; `measure` records the
+    target's uncertainty at each token.
     """
     *_, decoded = decode_rounds(target, medium, prompt, plan, max_new_tokens, chooser, on_tree, measure, cache)
     return decoded
@@ -186,7 +188,7 @@ def decode_rounds(
     small = NGramDrafter()
     if drafting.depth:
         small.extend(prompt)
-    decoded = Decoded([])
+    decoded = Decoded([], seed=chooser.seed)
     uncertain = measure or not set(signals.UNCERTAINTY).isdisjoint(plan.schedule.reads)
     while True:
         # The first round drafts nothing: it is the prompt's forward.
@@ -221,7 +223,17 @@ def decode_rounds(
         kept = order[: now.cut.size([tree.log_s[node] for node in order], len(committed))]
         clock.lap("tree")
         logits = verifier(committed, paths, [0] + [tree.path[node] for node in kept])
-        accepted, emitted, rows, done = accept(tree, kept, logits, chooser, text, ended)
+        try:
+            accepted, emitted, rows, done = accept(tree, kept, logits, chooser, text, ended)
+        except ScoreError:
+            if not kept:
+                verifier.forget(0)  # of what it holds, nobody knows what is sound
+                raise
+            # A drafted token that overflows spoils all rows of its forward; what counts is the text's own tokens.
+            kept = []
+            verifier.forget(len(committed))
+            logits = verifier(committed, paths, [0])
+            accepted, emitted, rows, done = accept(tree, kept, logits, chooser, text, ended)
         clock.lap("target")  # reading the choices waits for the device
         if uncertain:
             decoded.uncertainty += [uncertainty(logits[row]) for row in (rows if measure else rows[-1:])]
@@ -302,13 +314,23 @@ def accept(
 
     Returns the accepted nodes, the tokens chosen (the nodes' and a bonus token), the rows that chose them, and whether
     the answer ended: nothing is chosen after its last token, so that it may be an accepted node's, without a bonus.
+    Raises ScoreError where the root's scores are no numbers; a node whose are is not descended to.
     """
     row = {0: 0} | {node: i + 1 for i, node in enumerate(kept)}
-    choices = logits.argmax(dim=-1).tolist() if chooser.plain else None
+    choices = best(logits).tolist() if chooser.plain else None
     text = text.copy()
     node, accepted, emitted, rows = 0, list[int](), list[int](), list[int]()
     while True:
-        token = choices[row[node]] if choices is not None else chooser.choose(text, logits[row[node]])
+        scores = logits[row[node]]
+        try:
+            if choices is None:
+                token = chooser.choose(text, scores)
+            else:
+                token = chooser.checked(choices[row[node]], text, scores, scores)
+        except ScoreError:
+            if not accepted:
+                raise
+            return accepted[:-1], emitted, rows, False  # a node among others: it is asked again, as a root
         text.append(token)
         emitted.append(token)
         rows.append(row[node])

@@ -3,7 +3,7 @@
 Target and medium drafter use the same class: the one verifies nodes, the other processes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import RLock
@@ -96,11 +96,13 @@ def reset_frequencies(lm: torch.nn.Module) -> None:
 class TreeForward:
     """A model with its cache: `seen` committed tokens first, then one slot for each processed path of this round.
 
-    On CUDA all forwards but a prompt's are padded to a few shapes and replayed as graphs (see `static`).
+    Of a drafter `embeds` says how many ids it embeds: the target's others take the place of id 0 in its forwards. On
+    CUDA all forwards but a prompt's are padded to a few shapes and replayed as graphs (see `static`).
     """
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, embeds: int | None = None):
         self.model = model
+        self.embeds = embeds
         self.seen = 0
         self.slots: dict[int, int] = {}
         self.static = static.is_static(model.lm)
@@ -172,7 +174,7 @@ class TreeForward:
         """Arguments of a forward over `tokens`, one after another, after those seen."""
         self._place(self.seen, len(tokens))
         positions = list(range(self.seen, self.seen + len(tokens)))
-        inputs = static.to_device([tokens, positions], self.model.device)
+        inputs = static.to_device([self._embedded(tokens), positions], self.model.device)
         return self._arguments(inputs)
 
     def _arguments(self, inputs: torch.Tensor) -> dict[str, Any]:
@@ -186,7 +188,7 @@ class TreeForward:
         slots = self.cache.slots
         slots.seen, slots.write, slots.read = start, slice(start, end), end
 
-    def _columns(self, committed: list[int], paths: Paths, nodes: list[int], padding: int = 0) -> list[tuple[int, ...]]:
+    def _columns(self, committed: list[int], paths: Paths, nodes: list[int], padding: int = 0) -> list[Sequence[int]]:
         """The rows of a branched forward's inputs (see `static`): lag, nodes, and `padding` that sees itself only."""
         prefix, lag = len(committed), committed[self.seen :]
         branches = []
@@ -205,9 +207,14 @@ class TreeForward:
             columns.append((paths.tokens[node], prefix + paths.depths[node], slot, prefix, *branch, *repeated))
         end = prefix + len(self.slots)
         columns += [(0, 0, slot, 0, *[slot] * width) for slot in range(end, end + padding)]
-        return list(zip(*columns))
+        ids, *others = zip(*columns)
+        return [self._embedded(ids), *others]
 
-    def _padded(self, rows: list[tuple[int, ...]]) -> torch.Tensor:
+    def _embedded(self, tokens: Sequence[int]) -> Sequence[int]:
+        """`tokens`, with id 0 for what only the target embeds."""
+        return tokens if self.embeds is None else [token if token < self.embeds else 0 for token in tokens]
+
+    def _padded(self, rows: list[Sequence[int]]) -> torch.Tensor:
         """The logits of all columns of padded inputs."""
         end = rows[2][-1] + 1
         length = static.padded_length(end)
@@ -233,6 +240,11 @@ class TreeForward:
             static.refresh(self.cache, self.model.lm)
         self.seen = min(self.seen, length)
         self.slots = {}
+
+    def forget(self, length: int) -> None:
+        """As `rewind`, after scores that were no numbers: padded forwards read all slots, and a NaN outdoes a mask."""
+        self.rewind(length)
+        self.cache.clear(self.seen)
 
     @torch.inference_mode()
     def commit(self, path: list[int]) -> None:

@@ -21,10 +21,10 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode
 
 from treegraft.runtime.decode import Decoded, Plan, decode_rounds
-from treegraft.runtime.models import Model, ModelError, fingerprint_of, wrap_model
+from treegraft.runtime.models import Model, ModelError, check_pair, fingerprint_of, wrap_model
 from treegraft.runtime.monitor import Monitor, watch_drift
 from treegraft.runtime.plan import as_plan, check_medium, check_models
-from treegraft.runtime.sampling import Chooser
+from treegraft.runtime.sampling import Chooser, make_seed
 from treegraft.runtime.scheduler import Artifact
 
 _OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -59,8 +59,9 @@ def generate(
 
     Returns what `generate` would: token ids (1, length), prompt included, or, with `return_dict_in_generate`, a
     TreeGraftOutput. Greedy ids are transformers' own; sampled ones have its distribution. Raises ValueError, by name,
-    for what cannot be honoured, ContextError where prompt, answer and draft do not fit the model's context,
-    ScheduleError and ModelError for a schedule or a drafter that cannot serve.
+    for what cannot be honoured, ContextError where prompt, answer and draft do not fit the model's context, ScoreError
+    where the model's scores for a token are no numbers, ScheduleError and ModelError for a schedule or a drafter that
+    cannot serve.
     """
     asked = _asked_of_transformers()
     _refuse(input_ids, generation_config, model_kwargs, asked)
@@ -76,18 +77,14 @@ def generate(
                 wrapped.fingerprint = wrapped.fingerprint or fingerprint_of(wrapped.lm)
         check_models(plan, target, drafter)
     if drafter is not None:
-        _check_vocabulary(target, drafter)
+        check_pair(target, drafter)
     if stop_strings is not None:
         stopping_criteria.append(_stop_strings(stop_strings, asked))
 
     config = generation_config
     recording = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     record: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if recording else None
-    if not config.do_sample:
-        seed = None
-    elif seed is None:
-        seed = int(torch.randint(2**63 - 1, ()))
-    chooser = Chooser(logits_processor, seed, record, input_ids.device)
+    chooser = Chooser(logits_processor, make_seed(seed) if config.do_sample else None, record, input_ids.device)
     prompt = input_ids[0].tolist()
     length = stopping_criteria.max_length or config.max_length
 
@@ -185,18 +182,6 @@ def _refuse(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dic
         raise ValueError(
             f"treegraft.generate cannot honour {', '.join(names)}: it decodes one prompt, greedily or by sampling; "
             "leave that out, or leave out custom_generate"
-        )
-
-
-def _check_vocabulary(target: Model, drafter: Model) -> None:
-    """Raise ModelError where the drafter could propose or meet a token that the other model does not embed."""
-    ours, theirs = (cast(Any, model.lm.get_input_embeddings()).weight.shape[0] for model in (target, drafter))
-    vocabulary = drafter.draft_vocabulary
-    highest = int(vocabulary.max()) if vocabulary is not None else theirs - 1
-    if highest >= ours or theirs < ours:
-        raise ModelError(
-            f"target {target.name!r} embeds {ours} tokens and drafter {drafter.name!r} {theirs}; where they share a "
-            "tokenizer all the same, load both with treegraft.load_model; treegraft.check_pair fits the drafter"
         )
 
 

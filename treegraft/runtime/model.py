@@ -1,7 +1,7 @@
 """A loaded causal LM, and what its configuration says of it."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,7 +19,7 @@ class ModelError(ValueError):
 
 @dataclass
 class Model:
-    """A loaded causal LM.
+    """A loaded causal LM, without a tokenizer where it was in memory already.
 
     `context` is its limit in tokens. `draft_vocabulary` (sorted token ids, shape (V,)) is None when the output head
     covers the whole vocabulary; else the head has V rows and row i scores token `draft_vocabulary[i]`.
@@ -31,6 +31,11 @@ class Model:
     context: int
     fingerprint: str
     draft_vocabulary: torch.Tensor | None = None
+
+    @property
+    def embeds(self) -> int:
+        """How many token ids it embeds, from 0 on: at least those of its tokenizer, and often some of padding."""
+        return int(cast(Any, self.lm.get_input_embeddings()).weight.shape[0])
 
     @property
     def device(self) -> torch.device:

@@ -104,12 +104,23 @@ def wrap_model(lm: PreTrainedModel) -> Model:
 
 
 def check_pair(target: Model, drafter: Model) -> None:
-    """Raise ModelError unless both map the same tokens to the same ids; the first differences are named."""
+    """Raise ModelError unless both map the same tokens to the same ids; the first differences are named.
+
+    Either may embed more ids than the other, since embeddings are padded: `LMDrafter` sees to that. Without a tokenizer
+    to compare by, sizes that padding does not explain are refused, and for the rest the caller answers.
+    """
     if target.draft_vocabulary is not None:
         raise ModelError(f"target {target.name!r} has a reduced draft vocabulary: a drafter cannot be a target")
+    if target.tokenizer is None or drafter.tokenizer is None:
+        sizes = target.embeds, drafter.embeds
+        if max(sizes) > 2 * min(sizes):
+            raise ModelError(
+                f"target {target.name!r} embeds {sizes[0]} tokens and drafter {drafter.name!r} {sizes[1]}: they do not "
+                "share a vocabulary; use a drafter of the target's own family"
+            )
+        return
     ours, theirs = target.tokenizer.get_vocab(), drafter.tokenizer.get_vocab()
     if ours == theirs:
-        _fit_head(target, drafter)
         return
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     shown = ", ".join(f"{token!r} ({ours.get(token)} / {theirs.get(token)})" for token in different[:3])
@@ -117,22 +128,6 @@ def check_pair(target: Model, drafter: Model) -> None:
         f"target {target.name!r} and drafter {drafter.name!r} do not share a vocabulary: {len(different)} tokens "
         f"differ, first (target id / drafter id): {shown}; use a drafter of the target's own family"
     )
-
-
-def _fit_head(target: Model, drafter: Model) -> None:
-    """Cut a drafter's head that is padded beyond the target's embeddings: it must not propose what is no token."""
-    embeddings: Any = target.lm.get_input_embeddings()
-    rows = embeddings.weight.shape[0]
-    own: Any = drafter.lm.get_input_embeddings()
-    if own.weight.shape[0] <= max(target.tokenizer.get_vocab().values()):
-        raise ModelError(
-            f"drafter {drafter.name!r} embeds {own.weight.shape[0]} tokens, fewer than {target.name!r} has"
-        )
-    head: Any = drafter.lm.get_output_embeddings()
-    if drafter.draft_vocabulary is None and head.weight.shape[0] > rows:
-        drafter.draft_vocabulary = torch.arange(rows, device=drafter.device)
-        drafter.lm.set_output_embeddings(_slice_head(head, drafter.draft_vocabulary))
-        pack_linears(drafter.lm)
 
 
 def _resolve(name: str) -> str:

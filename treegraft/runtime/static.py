@@ -69,6 +69,7 @@ def borrow_cache(owner: object, lm: PreTrainedModel) -> SlotCache:
     if cache is None or cache.built_in != built_in:
         cache = new_cache(lm)
         cache.built_in = built_in
+    cache.clear(0)
     weakref.finalize(owner, _give_back, weakref.ref(lm), cache).atexit = False
     return cache
 
