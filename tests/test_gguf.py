@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_file import tiny_llama, write_gguf
+from gguf_file import END, MESSAGE, TURN, tiny_llama, write_gguf
 from transformers import PreTrainedModel
 
 from treegraft.runtime.converted import FORMAT
+from treegraft.runtime.decode import AUTOREGRESSIVE, decode, end_tokens
 from treegraft.runtime.models import ModelError, load_model
 
 
@@ -39,10 +40,11 @@ def test_the_extension_may_be_in_capitals(tmp_path: Path) -> None:
 @pytest.mark.parametrize("named", [1, 2, 5])
 def test_a_split_file_loads_whole_by_any_of_its_shards(tmp_path: Path, named: int) -> None:
     lm = tiny_llama()
-    first = write_gguf(tmp_path / "tiny.gguf", lm, split=5)
+    first = write_gguf(tmp_path / "tiny.gguf", lm, split=5, eos_token_id=END, eot_token_id=TURN)
     assert first.name == "tiny-00001-of-00005.gguf"
     loaded = load_model(str(first.with_name(f"tiny-0000{named}-of-00005.gguf")))
     assert_holds(loaded.lm, lm)
+    assert end_tokens(loaded) == {END, TURN}
     kept = {path.name for path in Path(loaded.lm.name_or_path).iterdir()}
     assert not any("gguf" in name for name in kept)
 
@@ -150,3 +152,27 @@ def test_what_an_older_version_left_in_the_cache_is_not_read(tmp_path: Path, cac
     assert older != made
     (older / "model.safetensors").write_bytes(b"random")
     assert_holds(load_model(str(path)).lm, lm)
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ({"eos_token_id": END}, {END}),
+        ({"eos_token_id": END, "eot_token_id": TURN}, {END, TURN}),
+        ({"eos_token_id": TURN, "eot_token_id": TURN, "eom_token_id": MESSAGE}, {TURN, MESSAGE}),
+        ({"eos_token_id": END, "eot_token_id": 2**32 - 1}, {END}),
+    ],
+)
+def test_all_of_the_files_end_tokens_end_an_answer(tmp_path: Path, said: dict[str, int], ends: set[int]) -> None:
+    model = load_model(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), **said)))
+    assert end_tokens(model) == ends
+
+
+def test_an_answer_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    endless = tiny_llama()
+    endless.generation_config.eos_token_id = None
+    text = endless.generate(torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=20)[0, 3:].tolist()
+    turn = text[4]
+    path = write_gguf(tmp_path / "tiny.gguf", endless, eos_token_id=END, eot_token_id=turn)
+    answer = decode(load_model(str(path)), None, [1, 2, 3], AUTOREGRESSIVE, 20).tokens
+    assert answer == text[: text.index(turn) + 1]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from treegraft.runtime.converted import ModelError, converted, save_plain
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+ENDS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 
 
 def gguf_folder(name: str) -> Path:
@@ -79,6 +80,8 @@ def convert_gguf(shards: list[Path], folder: Path) -> None:
     if hasattr(lm.config, "quantization_config"):
         del lm.config.quantization_config  # the weights written below are plain floats
     lm.config.architectures = [type(lm).__name__]
+    if ends := _end_tokens(lm, readers[0]):
+        lm.generation_config.eos_token_id = ends
     save_plain(lm, tokenizer, folder)
 
 
@@ -156,3 +159,11 @@ def _check_size(name: str, lm: PreTrainedModel, readers: Iterable[GGUFReader]) -
             f"{name}: it holds {held} weights, but transformers makes a {type(lm).__name__} of {filled} from it, which "
             "would be another model; take the original in place of the GGUF file"
         )
+
+
+def _end_tokens(lm: PreTrainedModel, reader: GGUFReader) -> list[int]:
+    """All ids that the file says end a text, a turn or a message; a list that transformers knows of is kept."""
+    known = lm.generation_config.eos_token_id
+    ends = set(known if isinstance(known, list) else [])  # a single one is the file's, or just any llama's
+    ends |= {_field(reader, key, -1) for key in ENDS}
+    return sorted(end for end in ends if 0 <= end < lm.config.vocab_size)
