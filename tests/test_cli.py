@@ -266,3 +266,69 @@ def test_options_of_the_ray_engine_are_refused_without_it(models: list[str], tmp
     wanted = write_prompts(tmp_path / "wanted.jsonl", 1, seed=1)
     with pytest.raises(ValueError, match="for --engine ray"):
         run("collect", *models, "--num-cpus", 2, "--out", tmp_path / "log", wanted)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "--prompt=x", "--target=~/absent"],
+        ["generate", "--prompt=x", "--target=MODEL", "--medium=~/absent"],
+        ["generate", "--prompt=x", "--schedule=~/absent.json"],
+        ["generate", "--prompt=x", "--latency=~/absent", "--cut=worth"],
+        ["draw", "--prompt=x", "--schedule=~/absent.json"],
+        ["bench", "--schedule=~/absent.json", "PROMPTS"],
+        ["bench", "--schedule=small", "~/absent"],
+        ["collect", "--out=log", "~/absent"],
+        ["merge", "log", "~/absent"],
+        ["fit-value", "--log=~/absent", "--what-if=r=0.3", "--out=value"],
+        ["evaluate", "--log=~/absent", "--what-if=r=0.3"],
+        ["distill", "--value=~/absent", "--out=scheduler.json"],
+        ["inspect", "~/absent.json"],
+        ["verify", "~/absent.json"],
+        ["export", "~/absent.json", "--out=out.h"],
+    ],
+    ids=" ".join,
+)
+def test_a_tilde_in_what_is_read_is_the_home_directory(
+    models: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 1, seed=1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    places = {"PROMPTS": str(prompts), "--target=MODEL": f"--target={models[1]}"}
+    with pytest.raises((ValueError, OSError), match=f"{tmp_path}/absent"):
+        run(*(places.get(word, word) for word in words))
+
+
+def test_a_tilde_in_what_is_written_is_the_home_directory(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    train, shape = write_prompts(home / "train.jsonl", 8, seed=1), ["--depth", 2, "--width", 2, "--children", 2]
+    few = ["--max-new-tokens", 6]
+    run("profile", *models, *shape, "--out=~/latency.json")
+    run("collect", *models, *shape, *few, "--out=~/log", "~/train.jsonl")
+    run("merge", "~/merged", "~/log")
+    run("fit-value", "--log=~/merged", "--latency=~/latency.json", "--out=~/value")
+    run("distill", "--value=~/value", "--out=~/scheduler.json")
+    run("export", "~/scheduler.json", "--out=~/scheduler.h")
+    run("bench", *models, *shape, *few, "--limit", 1, "--report=~/report.html", train)
+    run("draw", *models, *shape, *few, "--raw", "--prompt=t1", "--schedule=medium", "--out=~/round.svg")
+    made = {"latency.json", "log", "merged", "value", "scheduler.json", "scheduler.h", "report.html", "round.svg"}
+    assert made <= {path.name for path in home.iterdir()} and not list(here.iterdir())
+
+
+def test_a_tilde_without_a_home_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000)  # a container's: the password file knows no such user
+    with pytest.raises(ValueError, match=r"~/absent\.json: you have no home directory; give the whole path"):
+        run("inspect", "~/absent.json")
+
+
+def test_a_prompt_may_begin_with_a_tilde(models: list[str], capsys) -> None:
+    run("generate", *models, "--raw", "--prompt", "~/t1", "--max-new-tokens", 2)
+    assert len(capsys.readouterr().out.split()) == 2

