@@ -40,8 +40,18 @@ def tensors(lm: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_gguf(path: Path, lm: PreTrainedModel, without: tuple[str, ...] = (), split: int = 0, **ids: int) -> Path:
-    """Write `lm`, `split` tensors a shard (0: one file), `ids` as `tokenizer.ggml.*`; the path of the first file."""
+def write_gguf(
+    path: Path,
+    lm: PreTrainedModel,
+    without: tuple[str, ...] = (),
+    split: int = 0,
+    rope: dict[str, Any] | None = None,
+    **ids: int,
+) -> Path:
+    """Write `lm`, `split` tensors a shard (0: one file), `ids` as `tokenizer.ggml.*`; the path of the first file.
+
+    `rope` are the keys of `llama.rope.scaling.*`; `freqs` and the like, tensors `rope_freqs.weight` and the like.
+    """
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split)
     writer.add_name("tiny")
     writer.add_context_length(lm.config.max_position_embeddings)
@@ -60,6 +70,14 @@ def write_gguf(path: Path, lm: PreTrainedModel, without: tuple[str, ...] = (), s
     writer.add_bool("tokenizer.ggml.add_bos_token", False)
     for key, token in ids.items():
         writer.add_uint32(f"tokenizer.ggml.{key}", token)
+    for key, value in (rope or {}).items():
+        if isinstance(value, torch.Tensor):
+            writer.add_tensor(f"rope_{key}.weight", value.float().numpy())
+        elif isinstance(value, str):
+            writer.add_string(f"llama.rope.scaling.{key}", value)
+        else:
+            kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+            writer.add_key_value(f"llama.rope.scaling.{key}", value, kind)
     for name, weight in tensors(lm).items():
         if name not in without:
             writer.add_tensor(name, weight.numpy())

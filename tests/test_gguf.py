@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from treegraft.runtime.converted import FORMAT
 from treegraft.runtime.decode import AUTOREGRESSIVE, decode, end_tokens
+from treegraft.runtime.gguf import LLAMA3
 from treegraft.runtime.models import ModelError, load_model
 
 
@@ -176,3 +178,49 @@ def test_an_answer_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", endless, eos_token_id=END, eot_token_id=turn)
     answer = decode(load_model(str(path)), None, [1, 2, 3], AUTOREGRESSIVE, 20).tokens
     assert answer == text[: text.index(turn) + 1]
+
+
+STRETCHED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+    (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {"type": "yarn", "factor": 4.0, "original_context_length": 128},
+    ),
+    ({**LLAMA3, "factor": 8.0}, {}),
+    ({**LLAMA3, "factor": 32.0}, {}),
+]
+
+
+def frequencies(lm: Any) -> torch.Tensor:
+    return lm.model.rotary_emb.inv_freq
+
+
+@pytest.mark.parametrize(("rope", "keys"), STRETCHED, ids=lambda given: given.get("rope_type"))
+def test_a_position_encoding_is_stretched_as_the_file_says(tmp_path: Path, rope, keys) -> None:  # type: ignore[no-untyped-def]
+    theta = {"rope_theta": 10000.0}
+    lm = tiny_llama(rope_parameters=theta | rope, max_position_embeddings=16384)
+    if rope["rope_type"] == "llama3":  # its files hold, by frequency, how often it is divided
+        keys = {"freqs": frequencies(tiny_llama(rope_parameters=theta | {"rope_type": "default"})) / frequencies(lm)}
+    loaded = load_model(str(write_gguf(tmp_path / "tiny.gguf", lm, rope=keys))).lm
+    torch.testing.assert_close(frequencies(loaded), frequencies(lm))
+    assert_holds(loaded, lm)
+
+
+OTHERWISE = [
+    {"freqs": torch.tensor([1.0, 3, 1, 9, 1, 1, 2, 1])},
+    {"factors_long": torch.ones(8) * 2},
+    {"type": "longrope", "factor": 2.0},
+]
+
+
+@pytest.mark.parametrize("rope", OTHERWISE, ids=lambda rope: next(iter(rope)))
+def test_a_position_encoding_that_cannot_be_told_to_transformers_is_refused(tmp_path: Path, rope) -> None:  # type: ignore[no-untyped-def]
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), rope=rope)
+    with pytest.raises(ModelError, match=r"tiny\.gguf': it stretches its position encoding \((rope_f|longrope)"):
+        load_model(str(path))
+
+
+def test_factors_of_one_and_no_scaling_are_plain(tmp_path: Path) -> None:
+    lm = tiny_llama()
+    path = write_gguf(tmp_path / "tiny.gguf", lm, rope={"freqs": torch.ones(8), "type": "none"})
+    assert_holds(load_model(str(path)).lm, lm)

@@ -1,5 +1,6 @@
 """A GGUF file, or a split one's shards, dequantised into a plain folder: every weight comes from the file, or none."""
 
+import copy
 import hashlib
 import re
 from collections.abc import Iterable
@@ -9,11 +10,15 @@ from typing import Any
 import torch
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, Keys
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from treegraft.runtime.converted import converted, save_plain
 from treegraft.runtime.model import ModelError
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+# How every Llama 3.1 to 3.3 stretches its encoding, but for the factor; its GGUF files hold the factors by frequency.
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
 ENDS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 
 
@@ -81,6 +86,8 @@ def convert_gguf(shards: list[Path], folder: Path) -> None:
     if hasattr(lm.config, "quantization_config"):
         del lm.config.quantization_config  # the weights written below are plain floats
     lm.config.architectures = [type(lm).__name__]
+    if stretched := _stretched(name, lm, readers):
+        lm.config.rope_parameters = {**(lm.config.rope_parameters or {}), **stretched}
     if ends := _end_tokens(lm, readers[0]):
         lm.generation_config.eos_token_id = ends
     save_plain(lm, tokenizer, folder)
@@ -97,7 +104,7 @@ def _read(path: Path) -> GGUFReader:
         ) from error
 
 
-def _field(reader: GGUFReader, key: str, default: int) -> int:
+def _field(reader: GGUFReader, key: str, default: Any) -> Any:
     return reader.fields[key].contents() if key in reader.fields else default
 
 
@@ -160,6 +167,46 @@ def _check_size(name: str, lm: PreTrainedModel, readers: Iterable[GGUFReader]) -
             f"{name}: it holds {held} weights, but transformers makes a {type(lm).__name__} of {filled} from it, which "
             "would be another model; take the original in place of the GGUF file"
         )
+
+
+def _stretched(name: str, lm: PreTrainedModel, readers: list[GGUFReader]) -> dict[str, Any]:
+    """What the file says of a stretched rotary encoding, in transformers' words; it reads none of that for most models.
+
+    Raises ModelError for one that these words do not cover.
+    """
+    first = readers[0]
+    architecture = first.fields[Keys.General.ARCHITECTURE].contents()
+
+    def said(key: str, default: Any) -> Any:
+        return _field(first, key.format(arch=architecture), default)
+
+    factors = {tensor.name: torch.tensor(tensor.data) for reader in readers for tensor in reader.tensors
+               if tensor.name.startswith("rope_") and bool((tensor.data != 1).any())}  # fmt: skip
+    kind, factor = said(Keys.Rope.SCALING_TYPE, "none"), float(said(Keys.Rope.SCALING_FACTOR, 1.0))
+    original = int(said(Keys.Rope.SCALING_ORIG_CTX_LEN, 0))
+    if factors.keys() == {"rope_freqs.weight"} and lm.config.model_type == "llama":
+        own = factors["rope_freqs.weight"].float()
+        stretched = LLAMA3 | {"factor": float(own.max())}
+        plain, _ = ROPE_INIT_FUNCTIONS["linear"](_with_rope(lm, {"rope_type": "linear", "factor": 1.0}), "cpu")
+        wanted, _ = ROPE_INIT_FUNCTIONS["llama3"](_with_rope(lm, stretched), "cpu")
+        if torch.allclose(plain / own, wanted, rtol=1e-3):
+            return stretched
+    elif not factors and (kind == "none" or factor == 1.0 or lm.config.model_type == "gpt_oss"):
+        return {}
+    elif not factors and kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    elif not factors and kind == "yarn" and original:
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise ModelError(
+        f"{name}: it stretches its position encoding ({', '.join(factors) or kind}) in a way that transformers does "
+        "not read from GGUF; take the original in place of the GGUF file"
+    )
+
+
+def _with_rope(lm: PreTrainedModel, rope: dict[str, Any]) -> Any:
+    config = copy.deepcopy(lm.config)
+    config.rope_parameters = {**config.rope_parameters, **rope}
+    return config
 
 
 def _end_tokens(lm: PreTrainedModel, reader: GGUFReader) -> list[int]:
