@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCABULARY, config, greedy, prompts, save_lm, tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tiny import VOCABULARY, config, greedy, prompts, random_lm, save_lm, tokenizer
+from transformers import AutoConfig
 
 import treegraft
 from treegraft.runtime import trial
@@ -18,18 +18,6 @@ from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
 
 PLANS = [Plan(bin(mask), Mask(mask), Drafting(depth=3, width=3, children=3), Cut("none")) for mask in (0, 0b010, 0b111)]
-
-
-def random_lm(kind: str, **settings: Any) -> PreTrainedModel:
-    """A random model of a transformers type, tiny by its own names for sizes, far from flat."""
-    torch.manual_seed(0)
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **settings, **tokens))
-    with torch.no_grad():
-        for name, weight in lm.named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(0.0, 2 / weight.shape[-1] ** 0.5 if "embed" not in name else 1.0)
-    return lm.eval().requires_grad_(False)
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from treegraft.runtime.models import Model, load_model
 from treegraft.runtime.sampling import Chooser
@@ -58,12 +58,7 @@ def save_lm(folder: Path, settings, seed: int, scale: float = 2.0, **words) -> P
 
 def save_noised(folder: Path, source: Model, noise: float, seed: int) -> Path:
     """Write a drafter to `folder`: `source` with Gaussian noise of `noise` times each matrix's own spread."""
-    lm = copy.deepcopy(source.lm)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in lm.parameters():
-            if weight.dim() > 1:
-                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+    lm = noised(source.lm, noise, seed)
     lm.save_pretrained(folder)
     source.tokenizer.save_pretrained(folder)
     return folder
@@ -73,6 +68,29 @@ def make_pair(folder: Path, kind: str, noise: float = 0.06, seed: int = 0) -> tu
     """A tiny target of architecture `kind` and its medium drafter, written below `folder` and loaded from there."""
     target = load_model(str(save_lm(folder / f"{kind}-target", config(kind), seed)))
     return target, load_model(str(save_noised(folder / f"{kind}-medium", target, noise, seed + 1)))
+
+
+def random_lm(kind: str, **settings) -> PreTrainedModel:  # type: ignore[no-untyped-def]
+    """A random model of a transformers type, tiny by its own names for sizes, far from flat."""
+    torch.manual_seed(0)
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **settings, **tokens))
+    with torch.no_grad():
+        for name, weight in lm.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0.0, 2 / weight.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+    return lm.eval().requires_grad_(False)
+
+
+def noised(lm: PreTrainedModel, noise: float = 0.06, seed: int = 1) -> PreTrainedModel:
+    """A copy of `lm` with Gaussian noise of `noise` times each matrix's own spread: a drafter for it."""
+    lm = copy.deepcopy(lm)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in lm.parameters():
+            if weight.dim() > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+    return lm
 
 
 def prompts(count: int, size: int = VOCABULARY, seed: int = 0) -> list[list[int]]:

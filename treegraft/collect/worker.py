@@ -146,6 +146,18 @@ def collect_prompt(
     return decisions, leaves, lengths
 
 
+def blocks(positions: list[int], span: int | None) -> Iterator[list[int]]:
+    """Runs of at most BLOCK of `positions`, the last of a run at most `span` after its first (None: however far)."""
+    block: list[int] = []
+    for position in positions:
+        if block and (len(block) == BLOCK or (span is not None and position - block[0] > span)):
+            yield block
+            block = []
+        block.append(position)
+    if block:
+        yield block
+
+
 def _collect_answer(
     medium: Model,
     embeds: int,
@@ -161,6 +173,7 @@ def _collect_answer(
     """Append the rows of the `chosen` positions."""
     drafter = LMDrafter(medium, embeds)
     smalls = [NGramDrafter() for _ in range(min(BLOCK, len(chosen)))]
+    deepest = drafter.forward.deepest
     text = prompt + answer
 
     def state(place: Place, fork: Fork, step: int, planned: int) -> signals.State:
@@ -170,9 +183,8 @@ def _collect_answer(
             match=lambda node: place.small.match(paths, fork.tree.path[node]), planned=lambda: planned,
         )  # fmt: skip
 
-    for start in range(0, len(chosen), BLOCK):
+    for block in blocks(chosen, None if deepest is None else deepest - drafting.depth):
         begin = time.perf_counter()
-        block = chosen[start : start + BLOCK]
         committed = prompt + answer[: block[0]]
         paths = Paths(answer[block[0]], committed, NGramDrafter.longest)
         known = [0]  # the path of the known text

@@ -3,83 +3,24 @@
 Target and medium drafter use the same class: the one verifies nodes, the other processes them.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from threading import RLock
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from treegraft.runtime import static
+from treegraft.runtime.attention import BLOCK, Order, attending, can_order, tree_mask
 from treegraft.runtime.cache import new_cache
 from treegraft.runtime.model import Model, rope_parameters, text_config
 from treegraft.runtime.tree import Paths
 
 GROWTH = 64  # cache slots added at a time, in tokens
 LONG_LAG = 64  # tokens; more are caught up without a mask, whose size is their square
+PIECE = 256  # tokens of a long lag that an ordered forward takes at a time
 
 # One forward at a time in a process: they switch their model's attention, and graphs must be captured one by one.
 alone = RLock()
-_branching = ContextVar("_branching", default=False)
-
-
-def tree_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
-    """Attention under a tree mask without copying the cache: query heads that share a key head become rows.
-
-    query (batch, heads, n, width); key and value (batch, key heads, total, width), as the cache holds them;
-    attention_mask (1, 1, n, total). Returns (batch, n, heads, width). A forward of another thread that meets it here,
-    while the model is shared, gets torch's attention as ever.
-    """
-    if not _branching.get():
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    assert attention_mask is not None
-    for name in ("position_bias", "softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"a model whose attention has a {name} cannot branch over a draft tree")
-    batch, heads, count, width = query.shape
-    rows, mask = query.reshape(batch, key.shape[1], -1, width), attention_mask.repeat(1, 1, heads // key.shape[1], 1)
-    output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("treegraft", tree_attention)
-AttentionMaskInterface.register("treegraft", sdpa_mask)
-
-
-@contextmanager
-def _attending(config: Any) -> Iterator[None]:
-    """Tree attention for the forwards inside; the model is shared with `generate`, which keeps its own."""
-    own, token = config._attn_implementation, _branching.set(True)
-    config._attn_implementation = "treegraft"
-    try:
-        yield
-    finally:
-        config._attn_implementation = own
-        _branching.reset(token)
-
-
-def tree_mask(seen: torch.Tensor, branches: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the attention scores, (1, 1, n, length): token i sees `seen[i]` slots and those of its branch.
-
-    seen (n,); branches (n, W), slots of which some may be named twice.
-    """
-    mask = torch.full((len(seen), length), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
-    mask.masked_fill_(torch.arange(length, device=seen.device) < seen[:, None], 0)
-    return mask.scatter_(1, branches, 0)[None, None]
 
 
 def reset_frequencies(lm: torch.nn.Module) -> None:
@@ -96,8 +37,9 @@ def reset_frequencies(lm: torch.nn.Module) -> None:
 class TreeForward:
     """A model with its cache: `seen` committed tokens first, then one slot for each processed path of this round.
 
-    Of a drafter `embeds` says how many ids it embeds: the target's others take the place of id 0 in its forwards. On
-    CUDA all forwards but a prompt's are padded to a few shapes and replayed as graphs (see `static`).
+    `deepest` is how far below the root a path may reach, None for any depth. Of a drafter `embeds` says how many ids
+    it embeds: the target's others take the place of id 0 in its forwards. On CUDA all forwards but a prompt's are
+    padded to a few shapes and replayed as graphs (see `static`).
     """
 
     def __init__(self, model: Model, embeds: int | None = None):
@@ -106,6 +48,8 @@ class TreeForward:
         self.seen = 0
         self.slots: dict[int, int] = {}
         self.static = static.is_static(model.lm)
+        self.ordered = not self.static and can_order(model.lm, model.lm.dtype)
+        self.deepest = BLOCK if self.ordered else None
         self.config = text_config(model.lm)
         self.stretching = any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(self.config))
         self.cache = static.borrow_cache(self, model.lm) if self.static else new_cache(model.lm)
@@ -118,20 +62,19 @@ class TreeForward:
         position is the root's plus its depth (spec section 3). On CUDA the logits hold until the next call.
         """
         with alone:
-            return (
-                self._stretched(committed, paths, nodes) if self.stretching else self._forward(committed, paths, nodes)
-            )
+            forward = self._stretched if self.stretching else self._forward
+            return forward(committed, paths, nodes)
 
     def _forward(self, committed: list[int], paths: Paths, nodes: list[int]) -> torch.Tensor:
         lag = len(committed) - self.seen
         assert lag == 0 or not self.slots, "the lag is caught up in the first call of a round"
-        branched = len(nodes) > 1 or bool(self.slots)
-        most = LONG_LAG
+        branched = len(nodes) > 1 or bool(self.slots) or self.ordered
+        most = PIECE if self.ordered else LONG_LAG
         if self.static:  # before the first padded forward a plain one makes the buffers
             most = max(static.SIZES[-1] - len(nodes), 0) if self.seen else 0
         if branched and lag > most:
-            self._catch_up(committed)
-            lag = 0
+            self._catch_up(committed, most)
+            lag = len(committed) - self.seen
         start = self.seen + len(self.slots)
         for slot, node in enumerate(nodes, start=start + lag):
             self.slots[node] = slot
@@ -165,10 +108,20 @@ class TreeForward:
             reset_frequencies(self.model.lm)
         return torch.stack([rows[node] for node in nodes])
 
-    def _catch_up(self, committed: list[int]) -> None:
-        """Process the committed tokens not seen yet, with no mask, and no head either: nobody reads their logits."""
-        self.model.lm.base_model(**self._plain(committed[self.seen :]))
-        self.seen = len(committed)
+    def _catch_up(self, committed: list[int], most: int) -> None:
+        """Process committed tokens not seen yet, without the head, whose logits nobody reads, until at most `most` are.
+
+        Where no order is kept all of them go at once, with no mask.
+        """
+        if not self.ordered:
+            self.model.lm.base_model(**self._plain(committed[self.seen :]))
+            self.seen = len(committed)
+        while len(committed) - self.seen > most:
+            end = self.seen + PIECE
+            self._place(self.seen, PIECE)
+            inputs = torch.tensor(self._columns(committed[:end], Paths(0, [], 1), []))
+            self._branch(inputs, None)
+            self.seen = end
 
     def _plain(self, tokens: list[int]) -> dict[str, Any]:
         """Arguments of a forward over `tokens`, one after another, after those seen."""
@@ -197,13 +150,13 @@ class TreeForward:
             while node >= 0:
                 branch.append(self.slots[node])
                 node = paths.parents[node]
-            branches.append(branch)
-        width = max(map(len, branches))
+            branches.append(branch[::-1])
+        width = max(map(len, branches), default=1)
         if self.static:
             width = static.padded_branch(width)
         columns = [(token, slot, slot, slot, *[slot] * width) for slot, token in enumerate(lag, self.seen)]
         for node, branch in zip(nodes, branches):
-            slot, repeated = branch[0], [branch[0]] * (width - len(branch))
+            slot, repeated = branch[-1], [branch[-1]] * (width - len(branch))
             columns.append((paths.tokens[node], prefix + paths.depths[node], slot, prefix, *branch, *repeated))
         end = prefix + len(self.slots)
         columns += [(0, 0, slot, 0, *[slot] * width) for slot in range(end, end + padding)]
@@ -227,10 +180,13 @@ class TreeForward:
         self.cache.slots.write = inputs[2]
         return self._branch(inputs, 0)
 
-    def _branch(self, inputs: torch.Tensor, rows: int) -> torch.Tensor:
-        """The last `rows` logits (0: all) of a forward under a tree mask."""
+    def _branch(self, inputs: torch.Tensor, rows: int | None) -> torch.Tensor:
+        """The last `rows` logits (0: all, None: the states before the head) of a forward under a tree mask."""
         mask = tree_mask(inputs[3], inputs[4:].T, self.cache.slots.read, self.model.lm.dtype)
-        with _attending(self.config):
+        order = Order.make(inputs, self.model.lm.dtype) if self.ordered else None
+        with attending(self.config, order):
+            if rows is None:
+                return self.model.lm.base_model(**self._arguments(inputs), attention_mask=mask)[0]
             output = self.model.lm(**self._arguments(inputs), attention_mask=mask, logits_to_keep=rows)
         return output.logits[0, -rows:]
 
