@@ -1,6 +1,7 @@
 """In bfloat16 and float16 every schedule writes, bit for bit, what the one-token loop writes in that precision."""
 
 import random
+import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tiny import ARCHITECTURES, VOCABULARY, noised, prompts, random_lm, tokenizer
+from torch import nn
 
 from treegraft.collect.collector import collect
 from treegraft.collect.worker import Sampling, blocks
 from treegraft.data.log import read_log
 from treegraft.data.prompts import Prompt
+from treegraft.runtime import attention, exact
 from treegraft.runtime import forward as forwarding
 from treegraft.runtime.attention import BLOCK
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan, PromptCache, decode
@@ -152,3 +155,36 @@ def test_positions_far_apart_share_no_forward_where_a_path_may_be_no_deeper() ->
     assert list(blocks(positions, None)) == [positions]
     assert list(blocks(positions, 10)) == [[0, 1, 2, 9], [12], [40, 41], [90]]
     assert list(blocks(list(range(40)), 100)) == [list(range(16)), list(range(16, 32)), list(range(32, 40))]
+
+
+def test_a_machine_that_keeps_no_order_says_so_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = pair_of("llama", torch.bfloat16)[0].lm
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap_model(lm)
+    product = nn.functional.linear
+
+    def by_rows(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As a library may: single rows with another rounding."""
+        made = product(rows, weight, bias)
+        return made if rows.shape[0] > 1 else product(rows * 1.01, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", by_rows)
+    with pytest.warns(UserWarning, match=r"in torch.bfloat16 .*\(a product with 64 x 64 weights, .*differ by schedule"):
+        wrap_model(lm)
+    monkeypatch.undo()
+    monkeypatch.setattr(exact, "can_order", lambda lm, dtype: False)
+    with pytest.warns(UserWarning, match="attention, whose order of sums is kept on a CPU only"):
+        wrap_model(lm)
+    monkeypatch.undo()
+    exact._attention_keeps.cache_clear()
+    attend = attention._attend
+
+    def by_calls(query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output, sums = attend(query, *rest)
+        return output * (1.01 if len(query) > 4 else 1.0), sums
+
+    monkeypatch.setattr(attention, "_attend", by_calls)
+    with pytest.warns(UserWarning, match=r"by the tokens of a forward \(attention\)"):
+        wrap_model(lm)
+    exact._attention_keeps.cache_clear()

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from treegraft.runtime.converted import check_readable, converted, save_plain
+from treegraft.runtime.exact import check_rounding
 from treegraft.runtime.gguf import convert_gguf, gguf_folder
 from treegraft.runtime.model import Model, ModelError, context_limit, text_config
 from treegraft.runtime.packed import pack_linears
@@ -81,6 +82,7 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
         lm.set_output_embeddings(_slice_head(lm.get_output_embeddings(), vocabulary))
     pack_linears(lm)
     check_branching(name, lm)
+    check_rounding(name, lm, lm.dtype)
     return Model(name, lm, tokenizer, context_limit(text_config(lm)), fingerprint, vocabulary)
 
 
@@ -92,6 +94,7 @@ def wrap_model(lm: PreTrainedModel) -> Model:
     name = getattr(lm.config, "name_or_path", "") or type(lm).__name__
     _check_decoder_only(name, lm.config)
     check_branching(name, lm)
+    check_rounding(name, lm, lm.dtype)
     return Model(name, lm, cast(Any, None), context_limit(text_config(lm)), "")
 
 

@@ -1,0 +1,79 @@
+"""Whether this machine's kernels give a token the same bits in any forward, as exact texts in 16 bits rest on.
+
+The order of attention's sums is ours (see `attention`); that of a product's is the library's, and may go by the rows.
+"""
+
+import warnings
+from functools import cache
+
+import torch
+from torch import nn
+
+from treegraft.runtime.attention import Order, can_order, ordered_attention
+from treegraft.runtime.model import text_config
+
+ROWS = (2, 5, 16, 25)  # tokens of a forward, whose rows are held against single ones
+
+
+def check_rounding(name: str, lm: nn.Module, dtype: torch.dtype) -> None:
+    """Warn where texts of a model in bfloat16 or float16 may differ by schedule, and say why."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    if not can_order(lm, dtype):
+        differing = "attention, whose order of sums is kept on a CPU only"
+    else:
+        differing = ", ".join(_differing(lm, dtype))
+    if differing:
+        warnings.warn(
+            f"model {name!r}: in {dtype} this machine rounds differently by the tokens of a forward ({differing}), so "
+            "where two tokens all but tie, texts may differ by schedule; in float32 they hardly ever do",
+            stacklevel=3,
+        )
+
+
+def _differing(lm: nn.Module, dtype: torch.dtype) -> list[str]:
+    """The operations of `lm` that give a row other bits beside others than alone."""
+    layers = {tuple(layer.weight.shape): layer for layer in lm.modules() if isinstance(layer, nn.Linear)}
+    found = [f"a product with {outs} x {ins} weights" for (outs, ins), layer in layers.items() if not _keeps(layer)]
+    config = text_config(lm)  # type: ignore[arg-type]
+    heads = int(config.num_attention_heads)
+    shared = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return found if _attention_keeps(heads, shared, width, dtype) else [*found, "attention"]
+
+
+@torch.inference_mode()
+def _keeps(layer: nn.Linear) -> bool:
+    rows = torch.randn(max(ROWS), layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight.dtype)
+    alone = layer(rows[:1])
+    return all(torch.equal(layer(rows[:count])[:1], alone) for count in ROWS)
+
+
+@cache
+@torch.inference_mode()
+def _attention_keeps(heads: int, shared: int, width: int, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for prefix in (20, 45, 90, 130, 190, 300, 517):
+        query = torch.randn(1, heads, 9, width, generator=generator).to(dtype)
+        key, value = (torch.randn(1, shared, prefix + 9, width, generator=generator).to(dtype) for _ in range(2))
+        # A root with two branches, node by node beside each other; then the second branch as one-token steps.
+        branches = [[0], *([0, *range(first, node + 1, 2)] for node in range(1, 9) for first in [2 - node % 2])]
+        whole = ordered_attention(_order(prefix, branches, dtype), query, key, value, None)
+        path = [prefix + slot for slot in branches[-1]]
+        for depth, slot in enumerate(branches[-1]):
+            kept = [*range(prefix), *path[: depth + 1]]
+            alone = _order(prefix + depth, [[0]], dtype)
+            step = ordered_attention(alone, query[:, :, slot : slot + 1], key[:, :, kept], value[:, :, kept], None)
+            if not torch.equal(step[0, 0], whole[0, slot]):
+                return False
+    return True
+
+
+def _order(prefix: int, branches: list[list[int]], dtype: torch.dtype) -> Order:
+    """The order of nodes with these branches, by slot after `prefix` committed tokens."""
+    width = max(map(len, branches))
+    columns = []
+    for branch in branches:
+        slots = [prefix + slot for slot in branch]
+        columns.append([0, prefix + len(branch) - 1, slots[-1], prefix, *slots, *slots[-1:] * (width - len(slots))])
+    return Order.make(torch.tensor(columns).T, dtype)
