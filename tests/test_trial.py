@@ -138,14 +138,29 @@ def test_a_model_is_tried_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_neither_name_nor_precision_hides_a_mask_that_is_not_kept(tmp_path: Path, dtype: str) -> None:
-    folder = str(save_lm(tmp_path, config("llama", layers=4), 0))
-    lm: Any = load_model(folder, dtype=dtype).lm
-    for layer in lm.model.layers:
-        own = layer.self_attn.forward
-        layer.self_attn.forward = lambda *args, own=own, attention_mask=None, **more: own(
-            *args, attention_mask=None if attention_mask is None else torch.zeros_like(attention_mask), **more
-        )
+@pytest.mark.parametrize("changed", [range(6), [3]], ids=["every layer", "one layer"])
+def test_neither_name_nor_precision_hides_a_forward_that_mixes_branches(tmp_path: Path, changed, dtype: str) -> None:
+    lm: Any = load_model(str(save_lm(tmp_path, config("llama", layers=6), 0)), dtype=dtype).lm
+    for index in changed:
+        attention = lm.model.layers[index].self_attn
+
+        def mixing(*args: Any, own: Any = attention.forward, attention_mask: Any = None, **more: Any) -> Any:
+            if attention_mask is not None:  # a tree's forward
+                more["hidden_states"] = more["hidden_states"].roll(1, dims=1)
+            return own(*args, attention_mask=attention_mask, **more)
+
+        attention.forward = mixing
     trial._tried.clear()
     with pytest.raises(ModelError, match="of their spread away"):
         wrap_model(lm)
+
+
+def test_a_few_layers_of_every_kind_are_tried(tmp_path: Path) -> None:
+    lm: Any = load_model(str(save_lm(tmp_path, config("llama", layers=8), 0))).lm
+    ran = []
+    for index, layer in enumerate(lm.model.layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
+    lm.model.layers[4].odd = True
+    trial._tried.clear()
+    wrap_model(lm)
+    assert sorted(set(ran)) == [0, 1, 4, 7] and len(lm.model.layers) == 8

@@ -1,9 +1,11 @@
 """Whether the tree decoder can serve a model, found by trying: names and lists of architectures would be guesses."""
 
+import copy
 import weakref
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from treegraft.runtime.forward import TreeForward, alone
@@ -21,21 +23,54 @@ def check_branching(name: str, lm: PreTrainedModel) -> None:
     """Raise ModelError unless `lm` gives a token the same scores in a draft tree as alone; tried once a configuration.
 
     A small tree with two branches is processed, the second branch kept, and one token processed after it; the scores
-    along the way have to be those of the model's own forward over the same text, rounding aside.
+    along the way have to be those of the model's own forward over the same text, rounding aside. A few layers of every
+    kind are tried; all of them where those fail.
     """
     configuration = lm.config.to_json_string(use_diff=False) + str(lm.training)
     if _tried.get(lm) == configuration:
         return
+    short = _short(lm)
+    if (short is None or _fault(short)) and (told := _fault(lm)):
+        raise ModelError(f"model {name!r} ({type(lm).__name__}) cannot branch over a draft tree: {told}. {_advice(lm)}")
+    _tried[lm] = configuration
+
+
+def _fault(lm: PreTrainedModel) -> str:
+    """What is wrong with trees on `lm`; "" where nothing is."""
     try:
         with alone, torch.inference_mode():
-            told = _difference(lm)
+            return _difference(lm)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model's code may raise anything
-        told = f"its forward ends in {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    if told:
-        raise ModelError(f"model {name!r} ({type(lm).__name__}) cannot branch over a draft tree: {told}. {_advice(lm)}")
-    _tried[lm] = configuration
+        return f"its forward ends in {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _short(lm: PreTrainedModel) -> PreTrainedModel | None:
+    """The same model with a few of its layers, the modules themselves; None where it has no list of layers."""
+    count = getattr(text_config(lm), "num_hidden_layers", None)
+    lists = {name: part for name, part in lm.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count}
+    name, layers = next(iter(lists.items()), ("", nn.ModuleList()))
+    kinds = [_kind(layer) for layer in layers]
+    few = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2 or kind not in kinds[i + 1 :]]
+    if not name or len(few) == count:
+        return None
+    short = part = copy.copy(lm)
+    *above, last = name.split(".")
+    for step in above:
+        part._modules = {**part._modules, step: copy.copy(part._modules[step])}
+        part = part._modules[step]  # type: ignore[assignment]
+    part._modules = {**part._modules, last: nn.ModuleList(layers[i] for i in few)}
+    return short
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What tells kinds of layers apart: their modules, and the settings and changes of each."""
+    kind = []
+    for name, module in layer.named_modules():
+        settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+        kind.append((name, type(module), sorted(vars(module)), {**settings, "layer_idx": None}))
+    return kind
 
 
 def _difference(lm: PreTrainedModel) -> str:
