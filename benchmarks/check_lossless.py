@@ -33,7 +33,7 @@ def main(
     sampled_limit: int = 4,
     max_new_tokens: int = 128,
 ) -> None:
-    models = load_model(target), load_model(medium, dtype=medium_dtype)
+    models = load_model(target, dtype="float32"), load_model(medium, dtype=medium_dtype)
     plans = [make_plan(name, Drafting(), Cut("score", log_s=-2.5)) for name in schedule]
     sampled = Chooser.make(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=1)
     verdicts: Counter[str] = Counter()

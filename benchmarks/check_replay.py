@@ -40,7 +40,7 @@ def main(
     limit: int = 2,
     max_new_tokens: int = 128,
 ) -> None:
-    models = load_model(target), load_model(medium, dtype=medium_dtype)
+    models = load_model(target, dtype="float32"), load_model(medium, dtype=medium_dtype)
     plans = [make_plan(name, Drafting(), Cut("score", log_s=-2.5)) for name in schedule]
     wanted = read_prompts(prompts, limit)
     with tempfile.TemporaryDirectory() as folder:

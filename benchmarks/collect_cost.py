@@ -60,7 +60,7 @@ def main(
     schedules: Annotated[int, typer.Option(help="Sampled for `separate`.")] = 4,
 ) -> None:
     torch.set_num_threads(1)
-    models = {"target": load_model(target), "medium": load_model(medium, dtype=medium_dtype)}
+    models = {"target": load_model(target, dtype="float32"), "medium": load_model(medium, dtype=medium_dtype)}
     pair = models["target"], models["medium"]
     counts = count_forwards(models)
     drafting = Drafting()

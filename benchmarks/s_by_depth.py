@@ -31,7 +31,7 @@ def main(
     medium_dtype: str = "float32",
     max_new_tokens: int = 128,
 ) -> None:
-    models = load_model(target), load_model(medium, dtype=medium_dtype)
+    models = load_model(target, dtype="float32"), load_model(medium, dtype=medium_dtype)
     asked = [Conversation(prompt, models[0].tokenizer).ids(0) for prompt in read_prompts(prompts, limit)]
     drafting = Drafting()
     ranges = [f"s {low:g} .. {high:g}" for low, high in pairwise(EDGES)]

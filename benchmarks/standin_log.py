@@ -35,7 +35,7 @@ def main(
     max_new_tokens: int = 128,
     medium_dtype: str = "bfloat16",
 ) -> None:
-    target = load_model(DEFAULT_TARGET)
+    target = load_model(DEFAULT_TARGET, dtype="float32")
     if not (out / "standin" / "config.json").exists():
         save_standin(target, out / "standin")
     standin = load_model(str(out / "standin"), dtype=medium_dtype)

@@ -72,7 +72,7 @@ def generate(target, drafter, prompt, artifact, count):
 
 
 if __name__ == "__main__":
-    models = load_model("default"), load_model("default-medium", dtype="bfloat16")
+    models = load_model("default"), load_model("default-medium")
     prompt = models[0].tokenizer(sys.argv[2])["input_ids"]
     with torch.no_grad():
         tokens, masks = generate(*models, prompt, load_artifact(Path(sys.argv[1])), 64)

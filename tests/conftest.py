@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -7,10 +7,19 @@ from gathered import gather
 from tiny import ARCHITECTURES, make_pair
 from transformers.utils import logging
 
+from treegraft.runtime import models
 from treegraft.runtime.models import Model
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def float32_on_any_machine() -> Iterator[None]:
+    """Transformers' `generate` is the reference of most tests, up to float ties, which only float32 makes rare."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "native_dtype", lambda device: "float32")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """In bfloat16 and float16 every schedule writes, bit for bit, what the one-token loop writes in that precision."""
 
+import copy
 import random
 import warnings
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from tiny import ARCHITECTURES, VOCABULARY, noised, prompts, random_lm, tokenizer
 from torch import nn
 
+from treegraft import bench
 from treegraft.collect.collector import collect
 from treegraft.collect.worker import Sampling, blocks
 from treegraft.data.log import read_log
@@ -148,6 +150,18 @@ def test_replay_is_what_live_decoding_does(tmp_path, medium_dtype: torch.dtype) 
             mine = replayed["answer"] == index
             for name in ("position", "lag", "mask", "kept", "accepted", "tokens"):
                 assert replayed[name][mine].tolist() == [getattr(one, name) for one in live], name
+
+
+def test_bench_holds_texts_against_the_one_token_loops() -> None:
+    target, medium = pair_of("llama", torch.bfloat16)
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    asked = [Prompt("tiny", str(i), turns=(f"t{i} t{i + 1}", "t7 t9")) for i in range(4)]
+    records, failed = bench.run(replace(target, tokenizer=tokenizer), medium, asked, [plan(0b000), plan(0b011)], 40)
+    ours = [record for record in records if record.schedule != bench.GENERATE.name]
+    assert not failed and not any(record.different or record.ties or record.unconfirmed for record in ours)
+    # It is not in vain: `generate`, which sums in another order, parts somewhere.
+    assert any(record.different + record.ties for record in records)
 
 
 def test_positions_far_apart_share_no_forward_where_a_path_may_be_no_deeper() -> None:

@@ -8,9 +8,11 @@ import torch
 from tiny import VOCABULARY, config, greedy, save_lm, tokenizer
 from transformers import AutoConfig
 
+import treegraft
+from treegraft.runtime import models
 from treegraft.runtime.decode import AUTOREGRESSIVE, ContextError, Plan, decode
 from treegraft.runtime.drafting import Drafting
-from treegraft.runtime.models import ModelError, check_pair, load_model
+from treegraft.runtime.models import ModelError, check_pair, load_model, native_dtype
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
 
@@ -163,6 +165,28 @@ def test_a_fingerprint_follows_the_weights(pair, tmp_path: Path) -> None:  # typ
     target, medium = pair("llama")
     assert load_model(target.name).fingerprint == target.fingerprint != medium.fingerprint
     assert load_model(target.name, dtype="bfloat16").fingerprint == target.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("supported", "fast", "native"), [(True, True, "bfloat16"), (True, False, "float32"), (False, True, "float32")]
+)
+def test_the_native_precision_is_what_the_processor_multiplies(monkeypatch, supported, fast, native) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr(models.platform, "machine", lambda: "x86_64")
+    assert native_dtype("cpu") == native
+    assert native_dtype("meta") == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_by_default_a_model_is_loaded_in_the_native_precision(monkeypatch, pair, dtype: str) -> None:  # type: ignore[no-untyped-def]
+    names = [model.name for model in pair("llama")]
+    monkeypatch.setattr(models, "native_dtype", lambda device: dtype)
+    assert load_model(names[0]).lm.dtype == getattr(torch, dtype)
+    target, medium = treegraft.Decoder(*names)._loaded()
+    assert medium is not None and target.lm.dtype == medium.lm.dtype == getattr(torch, dtype)
+    assert load_model(names[0], dtype="float16").lm.dtype == torch.float16
 
 
 def test_the_default_target_is_converted_once_and_then_read_from_the_cache() -> None:

@@ -39,7 +39,7 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(help="Answer tokens.")] = 128,
     out: Annotated[Path, typer.Option(help="Calibration file.")] = CALIBRATION_FILE,
 ) -> None:
-    target = load_model("default")
+    target = load_model("default", dtype="float32")
     plan = Plan("small", Mask(0), Drafting(depth=4), Cut("score", log_s=-2.5))
     rows, hits = [], []
     for prompt in read_prompts(shipped("train"), limit):

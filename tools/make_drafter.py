@@ -418,7 +418,7 @@ def write_text(work: Path, minutes: float) -> None:
 
     Several processes may do this side by side (best with one thread each): a part belongs to who locks it first.
     """
-    target = load_model("default")
+    target = load_model("default", dtype="float32")
     model = Llama(target, list(range(target.lm.config.num_hidden_layers))).bfloat16()
     deadline, number = time.time() + 60 * minutes, 0
     while time.time() < deadline:
@@ -484,7 +484,7 @@ def pad(texts: list[Text]) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tens
 @torch.inference_mode()
 def teach(work: Path, path: Path) -> None:
     """Stage `teach`: label the answers of a .jsonl or .jsonl.gz file (see `keep`) with the target's best tokens."""
-    target = load_model("default")
+    target = load_model("default", dtype="float32")
     model = Llama(target, list(range(target.lm.config.num_hidden_layers))).bfloat16()
     texts = []
     written = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -619,7 +619,7 @@ def train(work: Path, minutes: float, layers: list[int]) -> None:
     Without one, training goes on from the drafter that the package ships, if it has the same layers, at a third of the
     rate. Text that arrives meanwhile is used from the next epoch on.
     """
-    path, target = work / "checkpoint.pt", load_model("default")
+    path, target = work / "checkpoint.pt", load_model("default", dtype="float32")
     state = torch.load(path) if path.exists() else None
     begun = None if state else shipped(layers, target)
     rate = state["rate"] if state else RATE / 3 if begun else RATE
@@ -682,7 +682,7 @@ def export(work: Path) -> None:
     The last norm is scaled so that its probabilities are right on held-out text.
     """
     checkpoint = torch.load(work / "checkpoint.pt")
-    target = load_model("default")
+    target = load_model("default", dtype="float32")
     student = Student(target, checkpoint["layers"], checkpoint["vocabulary"])
     student.load_state_dict(checkpoint["student"])
     divisor = temperature(student, load_texts(work)[1], rows_of(checkpoint["vocabulary"]))

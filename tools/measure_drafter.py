@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, required=True, help="where the target's answers are kept (JSON)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    target, medium = load_model(args.target), load_model(args.medium)
+    target, medium = load_model(args.target, dtype="float32"), load_model(args.medium, dtype="float32")
     check_pair(target, medium)
     known = json.loads(args.answers.read_text()) if args.answers.exists() else {}
     means = []

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from treegraft import report
 from treegraft.data.prompts import Conversation, Prompt
+from treegraft.runtime.attention import COARSE
 from treegraft.runtime.decode import AUTOREGRESSIVE, ContextError, Plan, Round, check_prompt, decode, end_tokens
 from treegraft.runtime.models import Model
 from treegraft.runtime.ties import compare_texts
@@ -167,7 +168,11 @@ def _decode_prompt(
     order: random.Random,
     max_new_tokens: int,
 ) -> list[Record]:
-    """A prompt's record of each schedule. A later turn follows the target's own earlier answers."""
+    """A prompt's record of each schedule. A later turn follows the target's own earlier answers.
+
+    Those are `generate`'s, and texts are held against them; in 16 bits the one-token loop's, whose rounding is ours.
+    """
+    reference = (AUTOREGRESSIVE if target.lm.dtype in COARSE else GENERATE).name
     mine = {plan.name: _record(prompt, plan) for plan in everything}
     conversation = Conversation(prompt, target.tokenizer)
     for turn in range(conversation.turns):
@@ -187,11 +192,11 @@ def _decode_prompt(
             for part in PARTS:
                 record.parts[part] += sum(r.ms[part] for r in rounds)
         for name, tokens in answers.items():
-            verdict = compare_texts(target, ids, tokens, answers[GENERATE.name])
+            verdict = compare_texts(target, ids, tokens, answers[reference])
             mine[name].different += verdict == "different"
             mine[name].ties += verdict == "tie"
             mine[name].unconfirmed += verdict == "unconfirmed"
-        conversation.answer(answers[GENERATE.name])
+        conversation.answer(answers[reference])
     return list(mine.values())
 
 

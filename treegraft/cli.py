@@ -44,7 +44,12 @@ def _home(value: Any) -> Any:
 Target = Annotated[str, typer.Option(callback=_home, help="Hugging Face id, folder, .gguf file, or 'default'.")]
 Medium = Annotated[str, typer.Option(callback=_home, help="The medium drafter, named likewise, or 'default-medium'.")]
 Device = Annotated[str, typer.Option(help="Where models run, e.g. cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="float32, bfloat16, float16, float64, or auto: bfloat16 where the device multiplies it, else float32."
+    ),
+]
 MediumDtype = Annotated[str | None, typer.Option(help="The medium drafter's; by default as --dtype. Any is lossless.")]
 Prompts = Annotated[
     list[str], typer.Argument(callback=_home, help="Prompt files or URIs (JSON Lines with turns, messages or prompt).")
@@ -136,7 +141,7 @@ def profile(
     target: Target = "default",
     medium: Medium = "default-medium",
     device: Device = "cpu",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     medium_dtype: MediumDtype = None,
     depth: Depth = DEFAULTS.depth,
     width: Width = DEFAULTS.width,
@@ -170,7 +175,7 @@ def collect(
     target: Target = "default",
     medium: Medium = "default-medium",
     device: Device = "cpu",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     medium_dtype: MediumDtype = None,
     max_new_tokens: MaxNewTokens = 128,
     limit: Limit = None,
@@ -399,7 +404,7 @@ def bench(
     target: Target = "default",
     medium: Medium = "default-medium",
     device: Device = "cpu",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     medium_dtype: MediumDtype = None,
     schedule: Schedules = ["small", "medium"],  # noqa: B006
     max_new_tokens: MaxNewTokens = 128,
@@ -468,7 +473,7 @@ def generate(
     target: Target = "default",
     medium: Medium = "default-medium",
     device: Device = "cpu",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     medium_dtype: MediumDtype = None,
     schedule: Annotated[
         str, typer.Option(callback=_home, help="small, medium, a mask, autoregressive, or a scheduler.json.")
@@ -561,7 +566,7 @@ def draw(
     target: Target = "default",
     medium: Medium = "default-medium",
     device: Device = "cpu",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     medium_dtype: MediumDtype = None,
     schedule: Annotated[
         str, typer.Option(callback=_home, help="small, medium, a mask, or a scheduler.json.")

@@ -119,8 +119,8 @@ def _engine(target: Model, medium: Model, how: Settings) -> AbstractContextManag
     workers = min(MOST_WORKERS, joblib.cpu_count(), psutil.virtual_memory().available // WORKER_BYTES)
     if workers < 2:
         return nullcontext(Worker(target, medium, how))
-    dtype = str(medium.lm.dtype).removeprefix("torch.")
-    return process_engine(partial(Worker.load, target.name, medium.name, "cpu", "float32", dtype, how), workers)
+    dtype, medium_dtype = (str(model.lm.dtype).removeprefix("torch.") for model in (target, medium))
+    return process_engine(partial(Worker.load, target.name, medium.name, "cpu", dtype, medium_dtype, how), workers)
 
 
 def _page(summary: dict[str, Any], records: list[bench.Record], learned: Plan, picture: str, drafting: Drafting) -> str:

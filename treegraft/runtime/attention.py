@@ -22,6 +22,8 @@ from transformers.masking_utils import sdpa_mask
 BLOCK = 16
 ROWS = 16  # of queries that the kernel takes at once: it sums in the same order where they are equally many
 
+COARSE = (torch.bfloat16, torch.float16)  # precisions whose rounding shows in texts
+
 _branching = ContextVar("_branching", default=False)
 _order: ContextVar["Order | None"] = ContextVar("_order", default=None)
 
@@ -57,7 +59,7 @@ class Order:
 
 def can_order(lm: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Whether the forwards of `lm` take an order: where rounding is coarse, and the kernel is known to keep it."""
-    return dtype in (torch.bfloat16, torch.float16) and all(weight.device.type == "cpu" for weight in lm.parameters())
+    return dtype in COARSE and all(weight.device.type == "cpu" for weight in lm.parameters())
 
 
 def tree_attention(

@@ -55,7 +55,7 @@ class Decoder:
         medium: Model | str | None = None,
         schedule: str | Path | Plan = "small",
         device: str = "cpu",
-        dtype: str = "float32",
+        dtype: str = "auto",
         monitor: bool = True,
     ):
         self.plan = as_plan(schedule)

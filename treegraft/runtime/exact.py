@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from treegraft.runtime.attention import Order, can_order, ordered_attention
+from treegraft.runtime.attention import COARSE, Order, can_order, ordered_attention
 from treegraft.runtime.model import text_config
 
 ROWS = (2, 5, 16, 25)  # tokens of a forward, whose rows are held against single ones
@@ -17,7 +17,7 @@ ROWS = (2, 5, 16, 25)  # tokens of a forward, whose rows are held against single
 
 def check_rounding(name: str, lm: nn.Module, dtype: torch.dtype) -> None:
     """Warn where texts of a model in bfloat16 or float16 may differ by schedule, and say why."""
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in COARSE:
         return
     if not can_order(lm, dtype):
         differing = "attention, whose order of sums is kept on a CPU only"

@@ -58,7 +58,8 @@ def measure_profile(target: Model, medium: Model, prompt: list[int], drafting: D
         uncertainty_ms=round(max(0.0, rounds_ms[2] - rounds_ms[1]), 4),
         small_step_ms=round(mean(r.ms["small"] / steps for r in small.rounds), 4) if small.rounds else 0.0,
         round_ms=round(median([r.ms["tree"] + r.ms["rest"] for r in small.rounds]), 4) if small.rounds else 0.0,
-        machine=f"{platform.machine()}, {target.device.type}, {torch.get_num_threads()} threads, {target.lm.dtype}",
+        machine=f"{platform.machine()}, {target.device.type}, {torch.get_num_threads()} threads, target "
+        f"{target.lm.dtype}, medium {medium.lm.dtype}",
     )
     return replace(profile, medium_step_ms=_medium_step_ms(called, profile, len(prompt)))
 

