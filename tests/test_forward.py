@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, VOCABULARY
 
-from treegraft.runtime import forward as forwarding
+from treegraft.runtime import attention as attending
 from treegraft.runtime import static
 from treegraft.runtime.forward import GROWTH, LONG_LAG, TreeForward
 from treegraft.runtime.models import Model
@@ -196,8 +196,8 @@ def test_a_tree_forward_copies_no_keys_and_leaves_the_models_own_attention(pair,
         queries.append((query.shape[1], query.shape[2], key.shape[1], key.shape[2]))
         return attention(query, key, *rest, **named)
 
-    attention = forwarding.scaled_dot_product_attention
-    monkeypatch.setattr(forwarding, "scaled_dot_product_attention", watch)
+    attention = attending.scaled_dot_product_attention
+    monkeypatch.setattr(attending, "scaled_dot_product_attention", watch)
     forward = TreeForward(model)
     committed = text(random.Random(6), 20)
     paths = random_tree(random.Random(6), committed, 5)

@@ -45,6 +45,13 @@ def test_a_recurrent_model_is_refused_with_the_reason(kind: str, settings: dict[
         wrap_model(random_lm(kind, **settings))
 
 
+def test_coarse_rounding_hides_no_small_fault() -> None:
+    settings = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    lm = random_lm("blenderbot-small", **settings).to(torch.bfloat16)
+    with pytest.raises(ModelError, match="of their spread away"):  # positions that go by the cache, not by the node
+        wrap_model(lm)
+
+
 @pytest.mark.parametrize(("kind", "settings"), OTHERS, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_model_that_cannot_branch_is_refused_by_name(kind: str, settings: dict[str, Any]) -> None:
     lm = random_lm(kind, **settings)

@@ -8,7 +8,7 @@ its position alone decides, whatever tree it came in: see `Order`.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ _branching = ContextVar("_branching", default=False)
 _order: ContextVar["Order | None"] = ContextVar("_order", default=None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Order:
     """How the tokens of a forward attend so that no bit depends on the tree: each in two parts, fixed by its position.
 
@@ -39,6 +39,7 @@ class Order:
     groups: list[tuple[int, torch.Tensor | None]]  # b, and the tokens that it is of, None for all; without b = 0
     slots: torch.Tensor  # (n * 2 * BLOCK,)
     mask: torch.Tensor  # (n, 1, 1, 2 * BLOCK), added to the scores
+    shapes: set[tuple[int, int, int]] = field(default_factory=set)  # heads, key heads and width of those that took it
 
     @classmethod
     def make(cls, inputs: torch.Tensor, dtype: torch.dtype) -> "Order":
@@ -100,8 +101,9 @@ def ordered_attention(
     order: Order, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
     """Attention in an order that a token's position decides; shapes as `tree_attention`'s, batch 1."""
-    _, heads, count, _ = query.shape
+    _, heads, count, width = query.shape
     shared = key.shape[1]
+    order.shapes.add((heads, shared, width))
     rows = query[0].unflatten(0, (shared, -1)).transpose(1, 2)  # the query heads of a key head are rows side by side
     own_key, own_value = (part[0].index_select(1, order.slots).view(shared, count, 2 * BLOCK, -1).transpose(0, 1)
                           for part in (key, value))  # fmt: skip

@@ -4,18 +4,23 @@ The order of attention's sums is ours (see `attention`); that of a product's is 
 """
 
 import warnings
+from contextlib import suppress
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from treegraft.runtime.attention import COARSE, Order, can_order, ordered_attention
+from treegraft.runtime.attention import COARSE, Order, attending, can_order, ordered_attention
+from treegraft.runtime.forward import alone
 from treegraft.runtime.model import text_config
+from treegraft.runtime.trial import shortened
 
 ROWS = (2, 5, 16, 25)  # tokens of a forward, whose rows are held against single ones
 
 
-def check_rounding(name: str, lm: nn.Module, dtype: torch.dtype) -> None:
+def check_rounding(name: str, lm: PreTrainedModel, dtype: torch.dtype) -> None:
     """Warn where texts of a model in bfloat16 or float16 may differ by schedule, and say why."""
     if dtype not in COARSE:
         return
@@ -31,15 +36,26 @@ def check_rounding(name: str, lm: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
-def _differing(lm: nn.Module, dtype: torch.dtype) -> list[str]:
+def _differing(lm: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     """The operations of `lm` that give a row other bits beside others than alone."""
     layers = {tuple(layer.weight.shape): layer for layer in lm.modules() if isinstance(layer, nn.Linear)}
     found = [f"a product with {outs} x {ins} weights" for (outs, ins), layer in layers.items() if not _keeps(layer)]
-    config = text_config(lm)  # type: ignore[arg-type]
-    heads = int(config.num_attention_heads)
-    shared = int(getattr(config, "num_key_value_heads", None) or heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return found if _attention_keeps(heads, shared, width, dtype) else [*found, "attention"]
+    if not (shapes := _ordered_shapes(lm)):
+        found.append("attention of its own")
+    elif not all(_attention_keeps(*shape, dtype) for shape in shapes):
+        found.append("attention")
+    return found
+
+
+@torch.inference_mode()
+def _ordered_shapes(lm: PreTrainedModel) -> set[tuple[int, int, int]]:
+    """Heads, key heads and width of the attention that keeps the order; none where that of `lm` is its own."""
+    inputs = torch.tensor([0, 0, 0, 0, 0])[:, None]
+    order, mask = Order.make(inputs, lm.dtype), torch.zeros(1, 1, 1, 1, dtype=lm.dtype)
+    part: Any = shortened(lm) or lm
+    with alone, attending(text_config(lm), order), suppress(Exception):  # a model's code may raise anything
+        part(input_ids=inputs[:1], position_ids=inputs[1:2], attention_mask=mask, use_cache=False)
+    return order.shapes
 
 
 @torch.inference_mode()

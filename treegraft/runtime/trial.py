@@ -2,12 +2,15 @@
 
 import copy
 import weakref
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from treegraft.runtime.attention import COARSE
 from treegraft.runtime.forward import TreeForward, alone
 from treegraft.runtime.model import Model, ModelError, text_config
 from treegraft.runtime.tree import Paths
@@ -20,17 +23,21 @@ _tried: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDiction
 
 
 def check_branching(name: str, lm: PreTrainedModel) -> None:
-    """Raise ModelError unless `lm` gives a token the same scores in a draft tree as alone; tried once a configuration.
+    """Raise ModelError unless `lm` gives a token the same scores in a draft tree as alone; tried once a setting.
 
     A small tree with two branches is processed, the second branch kept, and one token processed after it; the scores
     along the way have to be those of the model's own forward over the same text, rounding aside. A few layers of every
-    kind are tried; all of them where those fail.
+    kind are tried; all of them where those fail. Where rounding is coarse they are tried in float32 too, if there is
+    memory for it.
     """
     configuration = lm.config.to_json_string(use_diff=False) + str(lm.training)
     if _tried.get(lm) == configuration:
         return
-    short = _short(lm)
-    if (short is None or _fault(short)) and (told := _fault(lm)):
+    short = shortened(lm)
+    told = "" if short is not None and not _fault(short) else _fault(lm)
+    if not told and lm.dtype in COARSE:
+        told = _fault_in_float32(short or lm)
+    if told:
         raise ModelError(f"model {name!r} ({type(lm).__name__}) cannot branch over a draft tree: {told}. {_advice(lm)}")
     _tried[lm] = configuration
 
@@ -46,7 +53,18 @@ def _fault(lm: PreTrainedModel) -> str:
         return f"its forward ends in {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _short(lm: PreTrainedModel) -> PreTrainedModel | None:
+def _fault_in_float32(lm: PreTrainedModel) -> str:
+    """How a copy in float32 on the CPU differs in trees; "" too where no such copy can be made, or run."""
+    size = sum(weight.numel() for weight in lm.parameters())
+    told = ""
+    if 8 * size < psutil.virtual_memory().available / 2:
+        with suppress(Exception), alone, torch.inference_mode():
+            twin: Any = copy.deepcopy(lm)
+            told = _difference(twin.to("cpu", torch.float32))
+    return told
+
+
+def shortened(lm: PreTrainedModel) -> PreTrainedModel | None:
     """The same model with a few of its layers, the modules themselves; None where it has no list of layers."""
     count = getattr(text_config(lm), "num_hidden_layers", None)
     lists = {name: part for name, part in lm.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count}
