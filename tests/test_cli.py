@@ -329,6 +329,12 @@ def test_a_tilde_without_a_home_directory_is_refused(monkeypatch: pytest.MonkeyP
         run("inspect", "~/absent.json")
 
 
+def test_a_path_may_look_like_markup(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    folder = save_lm(tmp_path / "model[" / "b]", config("llama"), 0)
+    run("generate", "--target", folder, "--raw", "--prompt", "t1 t2", "--max-new-tokens", 4)
+    run("profile", "--target", folder, "--medium", folder, "--out", tmp_path / "latency[" / "b].json")
+
+
 def test_a_prompt_may_begin_with_a_tilde(models: list[str], capsys) -> None:
     run("generate", *models, "--raw", "--prompt", "~/t1", "--max-new-tokens", 2)
     assert len(capsys.readouterr().out.split()) == 2

@@ -47,6 +47,8 @@ MUTATIONS = {
     "in place": lambda lm: [weight.mul_(1.3) for weight in lm.parameters()],
     "by its data, as adapters are merged": lambda lm: [setattr(w, "data", w.data.mul_(1.3)) for w in lm.parameters()],
     "in place by its data": lambda lm: [weight.data.mul_(1.3) for weight in lm.parameters()],
+    "one row by its data": lambda lm: [weight.data[-2].mul_(3.0) for weight in lm.parameters()],
+    "one column by its data": lambda lm: [w.data[..., 3].mul_(3.0) for w in lm.parameters()],
     "another storage": lambda lm: [setattr(weight, "data", weight.data * 1.3) for weight in lm.parameters()],
     "a state dict": lambda lm: lm.load_state_dict({name: w * 1.3 for name, w in lm.state_dict().items()}),
     "a state dict, assigned": lambda lm: lm.load_state_dict(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -161,7 +162,7 @@ def profile(
     measured = measure_profile(*models, prompt, Drafting(depth, width, children, budget))
     measured.save(out)
     one, sixteen = float(measured.target(1, 256)), float(measured.target(17, 256))
-    console.print(
+    _say(
         f"{out}: at 256 tokens of context a target forward takes {one:.1f} ms for one token and {sixteen:.1f} ms "
         f"for 17, a medium call {float(measured.medium(1, 256)):.1f} ms for one and "
         f"{float(measured.medium(4, 256)):.1f} ms for 4"
@@ -232,7 +233,7 @@ def collect(
     if engine == "local" and (address, num_gpus, num_cpus) != (None, 0.0, 1.0):
         raise ValueError("--address, --num-gpus and --num-cpus are for --engine ray")
     with ExitStack() as stack:
-        with console.status(f"loading {target} and {medium}"):
+        with console.status(escape(f"loading {target} and {medium}")):
             running: Engine
             if engine == "ray":
                 running = stack.enter_context(ray_engine(load, address, workers, num_gpus, num_cpus))
@@ -617,7 +618,7 @@ def demo(out: Annotated[Path, typer.Option(callback=_home, help="Where everythin
 def _load_pair(target: str, medium: str, device: str, dtype: str, medium_dtype: str | None) -> tuple[Any, Any]:
     from treegraft.runtime.models import check_pair, load_model
 
-    with console.status(f"loading {target} and {medium}"):
+    with console.status(escape(f"loading {target} and {medium}")):
         models = load_model(target, device, dtype), load_model(medium, device, medium_dtype or dtype)
     check_pair(*models)
     return models
@@ -630,7 +631,7 @@ def _load_needed(plans: list[Any], target: str, medium: str, *where: Any) -> tup
 
     if medium != DEFAULT_MEDIUM or any(plan.drafting.depth and plan.schedule != Mask(0) for plan in plans):
         return _load_pair(target, medium, *where)
-    with console.status(f"loading {target}"):
+    with console.status(escape(f"loading {target}")):
         return load_model(target, *where[:2]), None
 
 

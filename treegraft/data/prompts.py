@@ -154,9 +154,13 @@ class Conversation:
                 raise PromptError(
                     f"{where}: the tokenizer has no chat template; give raw text instead (`prompt` in a file, --raw)"
                 )
-            encoded: Any = self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, return_dict=True
-            )
+            try:
+                encoded: Any = self.tokenizer.apply_chat_template(
+                    self.messages, add_generation_prompt=True, return_dict=True
+                )
+            except Exception as error:  # a template's code may raise anything
+                told = " ".join(str(error).split())
+                raise PromptError(f"{where}: the chat template refuses these messages: {told}") from error
             ids = encoded["input_ids"]
         if not ids:
             raise PromptError(f"{where}: the prompt is empty once tokenised")

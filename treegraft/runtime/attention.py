@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask
 
 # A token at position p takes the keys before its last 16 to 31 from the committed text, the others from its own path: a
 # branch is 17 slots long at most, the root and 16 steps.
@@ -46,10 +46,12 @@ class Order:
         """The order for a forward's inputs (see `static`), whose branches begin with the root."""
         positions, seen, branches = inputs[1], inputs[3], inputs[4:].T
         begins = BLOCK * (positions // BLOCK - 1).clamp(min=0)
-        at = begins[:, None] + torch.arange(2 * BLOCK)
+        at = begins[:, None] + torch.arange(2 * BLOCK, device=inputs.device)
         below = (at - seen[:, None]).clamp(0, branches.shape[1] - 1)
         slots = torch.where(at < seen[:, None], at, branches.gather(1, below))
-        mask = torch.zeros(at.shape, dtype=dtype).masked_fill_(at > positions[:, None], torch.finfo(dtype).min)
+        mask = torch.zeros(at.shape, dtype=dtype, device=inputs.device).masked_fill_(
+            at > positions[:, None], torch.finfo(dtype).min
+        )
         groups: list[tuple[int, torch.Tensor | None]] = []
         for begin in begins.unique().tolist():
             tokens = (begins == begin).nonzero()[:, 0]
@@ -94,7 +96,8 @@ def tree_attention(
 
 
 AttentionInterface.register("treegraft", tree_attention)
-AttentionMaskInterface.register("treegraft", sdpa_mask)
+# Never None: another thread's forward may take its mask here and go on with eager attention, which would see all.
+AttentionMaskInterface.register("treegraft", eager_mask)
 
 
 def ordered_attention(
@@ -145,7 +148,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs, as `query`, and the logarithms of what the softmax divided by, float32 without the last dimension."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    mask = None if mask is None else mask.expand(-1, -1, query.shape[2], -1)
+    mask = None if mask is None else mask.to(query.dtype).expand(-1, -1, query.shape[2], -1)
     output, sums = flash(query, key, value, attn_mask=mask, scale=scaling)
     return output, sums
 

@@ -14,10 +14,12 @@ from treegraft.runtime.forward import TreeForward
 from treegraft.runtime.medium import LMDrafter
 from treegraft.runtime.models import Model
 from treegraft.runtime.ngram import NGramDrafter
+from treegraft.runtime.packed import repack
 from treegraft.runtime.sampling import Chooser, ScoreError, best
 from treegraft.runtime.scheduler import Artifact, Mask, Schedule
 from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import DraftTree, Paths
+from treegraft.runtime.trial import check_branching
 
 
 @dataclass
@@ -99,7 +101,15 @@ class PromptCache:
         self.text: list[int] = []  # begins with what either model has processed
 
     def rewind(self, prompt: list[int]) -> None:
-        """Keep what is in common with `prompt`, save its last token, which is the next root."""
+        """Keep what is in common with `prompt`, save its last token, which is the next root.
+
+        The models may have been changed since the last text: weights, hooks, adapters. Raises ModelError for a target
+        that cannot branch any more.
+        """
+        check_branching(self.models[0].name, self.models[0].lm)
+        for model in self.models:
+            if model is not None:
+                repack(model.lm)
         shared = next((i for i, (a, b) in enumerate(zip(self.text, prompt)) if a != b), len(self.text))
         for forward in (self.verifier, self.drafter):
             if forward is not None:
@@ -117,7 +127,9 @@ class ContextError(ValueError):
 def end_tokens(model: Model) -> set[int]:
     """The ids that end an answer, by the model's generation config."""
     ids = model.lm.generation_config.eos_token_id
-    return set(ids) if isinstance(ids, list) else {ids} - {None}
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    return set(ids) if isinstance(ids, list | tuple | set) else {ids} - {None}
 
 
 def check_prompt(model: Model, prompt: list[int], max_new_tokens: int, depth: int) -> None:

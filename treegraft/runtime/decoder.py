@@ -11,7 +11,6 @@ from typing import Any, Self, cast
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 
 from treegraft.runtime import static
 from treegraft.runtime.decode import Decoded, Plan, decode_rounds
@@ -146,7 +145,10 @@ class Decoder:
             if decoded is None:
                 break
             last = decoded
-            text = str(target.tokenizer.decode(decoded.tokens, skip_special_tokens=True))
+            # No clean-up of spaces: it would take back what was streamed.
+            text = str(
+                target.tokenizer.decode(decoded.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            )
             if not text.endswith("\ufffd"):  # else half a character: wait for the rest of its bytes
                 shown = text
             yield Answer(**vars(decoded), text=shown)
@@ -160,10 +162,19 @@ class Stream(Iterator[str]):
     def __init__(self, answers: Iterator[Answer]):
         self.answer = Answer([])
         self._answers = answers
+        self._error: Exception | None = None
 
     def __next__(self) -> str:
+        if self._error is not None:  # a stream that broke off has not ended
+            raise self._error
         shown = len(self.answer.text)
-        self.answer = next(self._answers)
+        try:
+            self.answer = next(self._answers)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._error = error
+            raise
         return self.answer.text[shown:]
 
 
@@ -196,8 +207,10 @@ def _templated(model: Model, messages: Sequence[Any]) -> list[int]:
         chat: Any = model.tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
         )
-    except TemplateError as error:
-        raise ValueError(f"the chat template of {model.name!r} refuses these messages: {error}") from error
+    except Exception as error:  # a template's code may raise anything
+        raise ValueError(
+            f"the chat template of {model.name!r} refuses these messages: {' '.join(str(error).split())}"
+        ) from error
     return list(chat["input_ids"])
 
 

@@ -3,6 +3,7 @@
 Target and medium drafter use the same class: the one verifies nodes, the other processes them.
 """
 
+import os
 from collections.abc import Sequence
 from threading import RLock
 from typing import Any
@@ -21,6 +22,8 @@ PIECE = 256  # tokens of a long lag that an ordered forward takes at a time
 
 # One forward at a time in a process: they switch their model's attention, and graphs must be captured one by one.
 alone = RLock()
+if hasattr(os, "register_at_fork"):  # a child has no thread that could let go of it
+    os.register_at_fork(after_in_child=alone._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def reset_frequencies(lm: torch.nn.Module) -> None:
@@ -119,7 +122,7 @@ class TreeForward:
         while len(committed) - self.seen > most:
             end = self.seen + PIECE
             self._place(self.seen, PIECE)
-            inputs = torch.tensor(self._columns(committed[:end], Paths(0, [], 1), []))
+            inputs = static.to_device(self._columns(committed[:end], Paths(0, [], 1), []), self.model.device)
             self._branch(inputs, None)
             self.seen = end
 
@@ -183,7 +186,9 @@ class TreeForward:
     def _branch(self, inputs: torch.Tensor, rows: int | None) -> torch.Tensor:
         """The last `rows` logits (0: all, None: the states before the head) of a forward under a tree mask."""
         mask = tree_mask(inputs[3], inputs[4:].T, self.cache.slots.read, self.model.lm.dtype)
-        order = Order.make(inputs, self.model.lm.dtype) if self.ordered else None
+        # Autocast mixes precisions, for which the order has no kernel.
+        ordered = self.ordered and not torch.is_autocast_enabled(inputs.device.type)
+        order = Order.make(inputs, self.model.lm.dtype) if ordered else None
         with attending(self.config, order):
             if rows is None:
                 return self.model.lm.base_model(**self._arguments(inputs), attention_mask=mask)[0]

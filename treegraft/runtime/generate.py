@@ -67,6 +67,16 @@ def generate(
     _refuse(input_ids, generation_config, model_kwargs, asked)
     if isinstance(medium, str):
         raise ModelError(f"medium is the name {medium!r}; give the model itself, from treegraft.load_model({medium!r})")
+    if medium is not None and not isinstance(medium, Model | PreTrainedModel):
+        raise ModelError(
+            f"medium is a {type(medium).__name__}; give a transformers model (a PEFT model's get_base_model()) or "
+            "one from treegraft.load_model"
+        )
+    if "prepare_inputs_for_generation" in vars(model):
+        raise ModelError(
+            f"model {type(model).__name__} prepares its inputs in a way of its own, as prompt tuning does; "
+            "treegraft.generate cannot honour that: leave out custom_generate"
+        )
     target = wrap_model(model)
     drafter = wrap_model(medium) if isinstance(medium, PreTrainedModel) else medium
     plan = as_plan(schedule)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +69,8 @@ def load_model(name: str, device: str = "cpu", dtype: str = "auto") -> Model:
             f"({str(error).splitlines()[0]}); give a folder with config.json, a .gguf file, an id, or 'default'"
         ) from error
     _check_decoder_only(name, config)
+    if Path(folder, "adapter_config.json").exists() and find_spec("peft") is None:
+        raise ModelError(f"model {name!r}: it holds an adapter, which takes `pip install peft`, or merge it first")
     if dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     if dtype == "auto":
@@ -220,6 +223,8 @@ def fingerprint_of(lm: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> 
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(lm.state_dict().items()):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # quantised: what it stands for
+            tensor = tensor.dequantize()
         flat = tensor.flatten()
         sample = flat[:: max(1, flat.numel() // 64)][:64].to(dtype).float().cpu()
         digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.numpy().tobytes())

@@ -29,6 +29,7 @@ ROWS = 8  # what the blocked weight is laid out for
 # From so many rows on, the blocked weight is the faster one. By rule, not by a trial, so that equal runs round equally.
 LEAST_ROWS = {torch.float32: 1 if mkl_elsewhere() else 4, torch.bfloat16: 1}
 SAMPLE = 16  # values of a weight, along its diagonal, that are held against what they were
+MANY_ROWS = 32  # of inputs, as prompts have: their product takes so long that a thorough look is nothing
 MOST_BYTES = 2**31  # of weights; a second copy of more would take memory that its user may need
 
 
@@ -40,16 +41,22 @@ class Packed:
     weight: nn.Parameter
     version: int
     pointer: int
-    values: np.ndarray  # a few of the weight's, in its own memory
-    held: bytes  # what they were: a change through `.data`, as adapters are merged, counts as no new version
+    # What a few of its values were, and one of every row and column: a change through `.data`, as adapters are merged,
+    # counts as no new version.
+    few: np.ndarray  # a view of the weight's memory
+    few_held: bytes
+    numbers: np.ndarray  # the weight's memory as integers
+    diagonal: np.ndarray  # indices
+    diagonal_held: np.ndarray
 
-    def is_of(self, weight: torch.Tensor) -> bool:
-        """Whether `weight` is still the one that was blocked."""
+    def is_of(self, weight: torch.Tensor, thoroughly: bool) -> bool:
+        """Whether `weight` is still the one that was blocked, by one value of each row and column or by a few."""
         return (
             weight is self.weight
             and weight._version == self.version
             and weight.data_ptr() == self.pointer
-            and self.values.tobytes() == self.held
+            and self.few.tobytes() == self.few_held
+            and (not thoroughly or np.array_equal(self.numbers.take(self.diagonal), self.diagonal_held))
         )
 
 
@@ -57,11 +64,14 @@ def pack(weight: Any) -> Packed | None:
     """The blocked `weight`; None for one that has to be multiplied as it is."""
     if type(weight) is not nn.Parameter or not packable(weight):
         return None
-    numbers = weight.detach().view(torch.int16)  # numpy knows no bfloat16
-    rows, columns = (max(1, size // SAMPLE) for size in numbers.shape)
-    values = numbers[::rows, ::columns].diagonal().numpy()
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-    return Packed(blocked, weight, weight._version, weight.data_ptr(), values, values.tobytes())
+    numbers = weight.detach().view(torch.int32 if weight.dtype == torch.float32 else torch.int16)  # numpy's own
+    rows, columns = weight.shape
+    few = numbers[:: max(1, rows // SAMPLE), :: max(1, columns // SAMPLE)].diagonal().numpy()
+    longest = np.arange(max(rows, columns))
+    diagonal, flat = longest % rows * columns + longest % columns, numbers.flatten().numpy()
+    return Packed(blocked, weight, weight._version, weight.data_ptr(), few, few.tobytes(), flat, diagonal,
+                  flat.take(diagonal))  # fmt: skip
 
 
 def packable(weight: torch.Tensor) -> bool:
@@ -98,7 +108,7 @@ class PackedLinear(nn.Linear):
         if input.numel() < LEAST_ROWS.get(weight.dtype, 1) * self.in_features or not _is_plain(input, weight):
             return F.linear(input, weight, bias)
         packed = self.packed
-        if packed is None or not packed.is_of(weight):
+        if packed is None or not packed.is_of(weight, thoroughly=input.numel() >= MANY_ROWS * self.in_features):
             packed = self.packed = pack(weight)
         if packed is None:
             return F.linear(input, weight, bias)
@@ -122,6 +132,13 @@ def _is_plain(input: torch.Tensor, weight: torch.Tensor) -> bool:
         or type(input) is not torch.Tensor
         or torch.compiler.is_compiling()
     )
+
+
+def repack(lm: nn.Module) -> None:
+    """Look thoroughly whether weights were changed, as before a text, and block those anew."""
+    for layer in lm.modules():
+        if isinstance(layer, PackedLinear) and (layer.packed is None or not layer.packed.is_of(layer.weight, True)):
+            layer.packed = pack(layer.weight)
 
 
 def pack_linears(lm: nn.Module) -> None:

@@ -59,7 +59,7 @@ def _power_of_two(least: int) -> int:
 
 def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Integers as a tensor on `device`; the host does not wait until it is there."""
-    tensor = torch.tensor(values)
+    tensor = torch.tensor(values, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

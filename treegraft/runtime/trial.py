@@ -19,7 +19,7 @@ from treegraft.runtime.tree import Paths
 RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_cache", "attention_hidden_size",
              "linear_conv_kernel_dim", "lru_width", "mlstm_round_up_to_multiple_of")  # fmt: skip
 
-_tried: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+_tried: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
 
 
 def check_branching(name: str, lm: PreTrainedModel) -> None:
@@ -30,16 +30,31 @@ def check_branching(name: str, lm: PreTrainedModel) -> None:
     kind are tried; all of them where those fail. Where rounding is coarse they are tried in float32 too, if there is
     memory for it.
     """
-    configuration = lm.config.to_json_string(use_diff=False) + str(lm.training)
-    if _tried.get(lm) == configuration:
+    if (settings := _settings(lm)) == _tried.get(lm):
         return
+    if lm.device.type == "meta":
+        raise ModelError(f"model {name!r}: its weights are not in memory (they were offloaded, or never loaded)")
+    with torch.autocast(lm.device.type, enabled=False):  # it would round more coarsely than allowed for here
+        _try(name, lm)
+    _tried[lm] = settings
+
+
+def _try(name: str, lm: PreTrainedModel) -> None:
     short = shortened(lm)
     told = "" if short is not None and not _fault(short) else _fault(lm)
     if not told and lm.dtype in COARSE:
         told = _fault_in_float32(short or lm)
     if told:
         raise ModelError(f"model {name!r} ({type(lm).__name__}) cannot branch over a draft tree: {told}. {_advice(lm)}")
-    _tried[lm] = configuration
+
+
+def _settings(lm: PreTrainedModel) -> Any:
+    """What a trial's outcome depends on: the configuration, and each module's kind, mode, hooks and own forward."""
+    modules = [
+        (type(part), part.training, *part._forward_hooks, *part._forward_pre_hooks, vars(part).get("forward"))
+        for part in lm.modules()
+    ]
+    return lm.config.to_json_string(use_diff=False), modules
 
 
 def _fault(lm: PreTrainedModel) -> str:
@@ -87,7 +102,8 @@ def _kind(layer: nn.Module) -> Any:
     kind = []
     for name, module in layer.named_modules():
         settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
-        kind.append((name, type(module), sorted(vars(module)), {**settings, "layer_idx": None}))
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        kind.append((name, type(module), sorted(vars(module)), hooks, {**settings, "layer_idx": None}))
     return kind
 
 
