@@ -136,9 +136,8 @@ def test_a_model_that_prepares_its_inputs_itself_and_a_wrapped_drafter_are_refus
     ids: Any = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT)), "max_new_tokens": 4}
     with pytest.raises(ModelError, match=r"medium is a Sequential.*get_base_model"):
         model.lm.generate(**ids, custom_generate=treegraft.generate, medium=nn.Sequential(), schedule="medium")
-    model.lm.prepare_inputs_for_generation = (
-        model.lm.prepare_inputs_for_generation
-    )  # its own, as PEFT's prompt tuning has
+    # Of its own, as under PEFT's prompt tuning.
+    model.lm.prepare_inputs_for_generation = model.lm.prepare_inputs_for_generation
     with pytest.raises(ModelError, match="prepares its inputs in a way of its own"):
         model.lm.generate(**ids, custom_generate=treegraft.generate)
 

@@ -6,16 +6,18 @@ The order of attention's sums is ours (see `attention`); that of a product's is 
 import warnings
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from treegraft.runtime.attention import COARSE, Order, attending, can_order, ordered_attention
-from treegraft.runtime.forward import alone
-from treegraft.runtime.model import text_config
-from treegraft.runtime.trial import shortened
+from treegraft.runtime.forward import TreeForward, alone
+from treegraft.runtime.model import Model, text_config
+from treegraft.runtime.packed import PackedLinear
+from treegraft.runtime.tree import Paths
+from treegraft.runtime.trial import shortened, trial_tokens
 
 ROWS = (2, 5, 16, 25)  # tokens of a forward, whose rows are held against single ones
 
@@ -38,12 +40,15 @@ def check_rounding(name: str, lm: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _differing(lm: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     """The operations of `lm` that give a row other bits beside others than alone."""
-    layers = {tuple(layer.weight.shape): layer for layer in lm.modules() if isinstance(layer, nn.Linear)}
-    found = [f"a product with {outs} x {ins} weights" for (outs, ins), layer in layers.items() if not _keeps(layer)]
+    layers: list[Any] = [layer for layer in lm.modules() if type(layer) in (nn.Linear, PackedLinear)]
+    shapes_of = {tuple(layer.weight.shape): layer for layer in layers}
+    found = [f"a product with {outs} x {ins} weights" for (outs, ins), layer in shapes_of.items() if not _keeps(layer)]
     if not (shapes := _ordered_shapes(lm)):
         found.append("attention of its own")
     elif not all(_attention_keeps(*shape, dtype) for shape in shapes):
         found.append("attention")
+    if not found and not _layers_keep(shortened(lm) or lm):
+        found.append("one of its other layers, experts perhaps")
     return found
 
 
@@ -56,6 +61,24 @@ def _ordered_shapes(lm: PreTrainedModel) -> set[tuple[int, int, int]]:
     with alone, attending(text_config(lm), order), suppress(Exception):  # a model's code may raise anything
         part(input_ids=inputs[:1], position_ids=inputs[1:2], attention_mask=mask, use_cache=False)
     return order.shapes
+
+
+@torch.inference_mode()
+def _layers_keep(lm: PreTrainedModel) -> bool:
+    """Whether the nodes of a small tree have the logits of one-token steps."""
+    first, second, third, root, left, right, last, _ = trial_tokens(lm)
+    text = [first, second, third]
+    whole, steps = (TreeForward(Model("", lm, cast(Any, None), 0, "")) for _ in range(2))
+    paths = Paths(root, text, 1)
+    nodes = [0, paths.child(0, left), paths.child(0, right), paths.child(1, last), paths.child(2, last)]
+    logits = whole(text, paths, nodes)
+    for token, node in ((root, 0), (right, 2), (last, 4)):
+        step = steps(text, Paths(token, text, 1), [0])
+        steps.commit([0])
+        text.append(token)
+        if not torch.equal(step[0].nan_to_num(), logits[node].nan_to_num()):
+            return False
+    return True
 
 
 @torch.inference_mode()

@@ -109,7 +109,7 @@ def _kind(layer: nn.Module) -> Any:
 
 def _difference(lm: PreTrainedModel) -> str:
     """How the scores in a tree differ from the model's own; "" where they agree."""
-    first, second, third, root, left, right, last, after = _tokens(lm)
+    first, second, third, root, left, right, last, after = trial_tokens(lm)
     text = [first, second, third, root, right, last, after]
     forward = TreeForward(Model("", lm, None, 0, ""))  # type: ignore[arg-type]
     paths = Paths(root, text[:3], 1)
@@ -134,7 +134,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return max(1e-3, 16 * torch.finfo(dtype).eps)
 
 
-def _tokens(lm: PreTrainedModel) -> list[int]:
+def trial_tokens(lm: PreTrainedModel) -> list[int]:
     """Eight token ids from all over the vocabulary, none of which a configuration gives a meaning of its own."""
     embeddings: Any = lm.get_input_embeddings()
     config, size = text_config(lm), embeddings.weight.shape[0]
