@@ -13,9 +13,11 @@ import treegraft
 from treegraft.runtime import trial
 from treegraft.runtime.decode import ContextError, Plan, decode
 from treegraft.runtime.drafting import Drafting
+from treegraft.runtime.forward import TreeForward
 from treegraft.runtime.models import ModelError, load_model, wrap_model
 from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
+from treegraft.runtime.tree import Paths
 
 PLANS = [Plan(bin(mask), Mask(mask), Drafting(depth=3, width=3, children=3), Cut("none")) for mask in (0, 0b010, 0b111)]
 
@@ -43,6 +45,18 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 def test_a_recurrent_model_is_refused_with_the_reason(kind: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"cannot branch over a draft tree.* keeps a recurrent or compressed state"):
         wrap_model(random_lm(kind, **settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_that_adds_to_the_mask_goes_by_it(dtype: torch.dtype) -> None:
+    settings = GROUPED | {"num_key_value_heads": 4}  # as many as query heads: a bias of each may be added
+    lm = random_lm("doge", **settings).to(dtype)
+    model = wrap_model(lm)
+    forward, paths = TreeForward(model), Paths(9, [5, 6, 7, 8], 1)
+    logits = forward([5, 6, 7, 8], paths, [0, paths.child(0, 1), paths.child(0, 2)])[2]
+    with torch.inference_mode():
+        own = lm(torch.tensor([[5, 6, 7, 8, 9, 2]]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(logits, own, atol=1e-3 if dtype == torch.float32 else 0.3, rtol=0)
 
 
 def test_coarse_rounding_hides_no_small_fault() -> None:

@@ -39,25 +39,25 @@ class Order:
     groups: list[tuple[int, torch.Tensor | None]]  # b, and the tokens that it is of, None for all; without b = 0
     slots: torch.Tensor  # (n * 2 * BLOCK,)
     mask: torch.Tensor  # (n, 1, 1, 2 * BLOCK), added to the scores
+    tree: torch.Tensor  # the forward's whole mask: attention that changed it, as by a bias, cannot go by an order
     shapes: set[tuple[int, int, int]] = field(default_factory=set)  # heads, key heads and width of those that took it
 
     @classmethod
-    def make(cls, inputs: torch.Tensor, dtype: torch.dtype) -> "Order":
-        """The order for a forward's inputs (see `static`), whose branches begin with the root."""
+    def make(cls, inputs: torch.Tensor, tree: torch.Tensor) -> "Order":
+        """The order for a forward's inputs (see `static`), whose branches begin with the root, and its tree mask."""
         positions, seen, branches = inputs[1], inputs[3], inputs[4:].T
         begins = BLOCK * (positions // BLOCK - 1).clamp(min=0)
         at = begins[:, None] + torch.arange(2 * BLOCK, device=inputs.device)
         below = (at - seen[:, None]).clamp(0, branches.shape[1] - 1)
         slots = torch.where(at < seen[:, None], at, branches.gather(1, below))
-        mask = torch.zeros(at.shape, dtype=dtype, device=inputs.device).masked_fill_(
-            at > positions[:, None], torch.finfo(dtype).min
-        )
+        mask = torch.zeros(at.shape, dtype=tree.dtype, device=inputs.device)
+        mask.masked_fill_(at > positions[:, None], torch.finfo(tree.dtype).min)
         groups: list[tuple[int, torch.Tensor | None]] = []
         for begin in begins.unique().tolist():
             tokens = (begins == begin).nonzero()[:, 0]
             if begin:
                 groups.append((begin, tokens if len(tokens) < len(begins) else None))
-        return cls(groups, slots.flatten(), mask[:, None, None])
+        return cls(groups, slots.flatten(), mask[:, None, None], tree)
 
 
 def can_order(lm: torch.nn.Module, dtype: torch.dtype) -> bool:
@@ -87,12 +87,17 @@ def tree_attention(
     for name in ("position_bias", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"a model whose attention has a {name} cannot branch over a draft tree")
-    if (order := _order.get()) is not None:
+    order = _order.get()
+    if order is not None and _same(attention_mask, order.tree):
         return ordered_attention(order, query, key, value, scaling), None
     batch, heads, count, width = query.shape
     rows, mask = query.reshape(batch, key.shape[1], -1, width), attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
+
+
+def _same(mask: torch.Tensor, given: torch.Tensor) -> bool:
+    return mask.shape == given.shape and mask.data_ptr() == given.data_ptr()
 
 
 AttentionInterface.register("treegraft", tree_attention)

@@ -56,7 +56,8 @@ def _differing(lm: PreTrainedModel, dtype: torch.dtype) -> list[str]:
 def _ordered_shapes(lm: PreTrainedModel) -> set[tuple[int, int, int]]:
     """Heads, key heads and width of the attention that keeps the order; none where that of `lm` is its own."""
     inputs = torch.tensor([0, 0, 0, 0, 0])[:, None]
-    order, mask = Order.make(inputs, lm.dtype), torch.zeros(1, 1, 1, 1, dtype=lm.dtype)
+    mask = torch.zeros(1, 1, 1, 1, dtype=lm.dtype)
+    order = Order.make(inputs, mask)
     part: Any = shortened(lm) or lm
     with alone, attending(text_config(lm), order), suppress(Exception):  # a model's code may raise anything
         part(input_ids=inputs[:1], position_ids=inputs[1:2], attention_mask=mask, use_cache=False)
@@ -115,4 +116,4 @@ def _order(prefix: int, branches: list[list[int]], dtype: torch.dtype) -> Order:
     for branch in branches:
         slots = [prefix + slot for slot in branch]
         columns.append([0, prefix + len(branch) - 1, slots[-1], prefix, *slots, *slots[-1:] * (width - len(slots))])
-    return Order.make(torch.tensor(columns).T, dtype)
+    return Order.make(torch.tensor(columns).T, torch.zeros(1, dtype=dtype))

@@ -188,7 +188,7 @@ class TreeForward:
         mask = tree_mask(inputs[3], inputs[4:].T, self.cache.slots.read, self.model.lm.dtype)
         # Autocast mixes precisions, for which the order has no kernel.
         ordered = self.ordered and not torch.is_autocast_enabled(inputs.device.type)
-        order = Order.make(inputs, self.model.lm.dtype) if ordered else None
+        order = Order.make(inputs, mask) if ordered else None
         with attending(self.config, order):
             if rows is None:
                 return self.model.lm.base_model(**self._arguments(inputs), attention_mask=mask)[0]
