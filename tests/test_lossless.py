@@ -20,6 +20,7 @@ from treegraft.runtime.sampling import Chooser
 from treegraft.runtime.scheduler import Mask, Rule, Rules
 from treegraft.runtime.size import Cut
 from treegraft.runtime.tree import DraftTree
+from treegraft.runtime.trial import check_branching
 
 DRAFTING = Drafting(depth=3, width=3, children=3, budget=16)
 MEDIUM = 0b111
@@ -284,6 +285,7 @@ def test_a_later_turn_processes_its_new_tokens_only(pair) -> None:  # type: igno
         return model.lm.get_input_embeddings().register_forward_hook(note)
 
     hooks = [watch("target", target), watch("medium", medium)]
+    check_branching(target.name, target.lm)  # as a model with a new hook is, before its next text
     for turn in range(3):
         first.clear()
         answer = decode(target, medium, prompt, plan(MEDIUM), TOKENS, cache=cache)

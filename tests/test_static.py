@@ -22,6 +22,7 @@ from treegraft.runtime.scheduler import Mask
 from treegraft.runtime.size import Cut
 from treegraft.runtime.static import LEAST_LENGTH, SIZES, Capturable
 from treegraft.runtime.tree import Paths
+from treegraft.runtime.trial import check_branching
 
 DRAFTING = Drafting(depth=3, width=3, children=3, budget=16)
 TOKENS = 32
@@ -72,6 +73,9 @@ def test_all_forwards_but_the_prompts_have_one_of_a_few_shapes(pair, replayed) -
         model.lm.get_input_embeddings().register_forward_hook(lambda *_, role=role: calls.update([role]))
         for role, model in (("target", target), ("medium", medium))
     ]
+    check_branching(target.name, target.lm)  # as a model with a new hook is, before its next text
+    calls.clear()
+    replayed.clear()
     rounds = medium_calls = 0
     for prompt in PROMPTS:
         for mask in (0b000, 0b101, 0b111):
