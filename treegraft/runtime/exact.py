@@ -17,7 +17,7 @@ from treegraft.runtime.forward import TreeForward, alone
 from treegraft.runtime.model import Model, text_config
 from treegraft.runtime.packed import PackedLinear
 from treegraft.runtime.tree import Paths
-from treegraft.runtime.trial import shortened, trial_tokens
+from treegraft.runtime.trial import shortened, small_tree
 
 ROWS = (2, 5, 16, 25)  # tokens of a forward, whose rows are held against single ones
 
@@ -67,17 +67,12 @@ def _ordered_shapes(lm: PreTrainedModel) -> set[tuple[int, int, int]]:
 @torch.inference_mode()
 def _layers_keep(lm: PreTrainedModel) -> bool:
     """Whether the nodes of a small tree have the logits of one-token steps."""
-    first, second, third, root, left, right, last, _ = trial_tokens(lm)
-    text = [first, second, third]
-    whole, steps = (TreeForward(Model("", lm, cast(Any, None), 0, "")) for _ in range(2))
-    paths = Paths(root, text, 1)
-    nodes = [0, paths.child(0, left), paths.child(0, right), paths.child(1, last), paths.child(2, last)]
-    logits = whole(text, paths, nodes)
-    for token, node in ((root, 0), (right, 2), (last, 4)):
-        step = steps(text, Paths(token, text, 1), [0])
+    _, text, path, logits = small_tree(lm)
+    steps = TreeForward(Model("", lm, cast(Any, None), 0, ""))
+    for row, end in zip(logits, range(3, 3 + len(path))):
+        step = steps(text[:end], Paths(text[end], text[:end], 1), [0])[0]
         steps.commit([0])
-        text.append(token)
-        if not torch.equal(step[0].nan_to_num(), logits[node].nan_to_num()):
+        if not torch.equal(step.nan_to_num(), row.nan_to_num()):
             return False
     return True
 

@@ -3,7 +3,7 @@
 import copy
 import weakref
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -107,17 +107,27 @@ def _kind(layer: nn.Module) -> Any:
     return kind
 
 
-def _difference(lm: PreTrainedModel) -> str:
-    """How the scores in a tree differ from the model's own; "" where they agree."""
-    first, second, third, root, left, right, last, after = trial_tokens(lm)
+def small_tree(lm: PreTrainedModel) -> tuple[TreeForward, list[int], list[int], torch.Tensor]:
+    """A forward of `lm` over three tokens and a root with two branches of two nodes each.
+
+    Returns it with a text of seven tokens (those three, the root, the second branch, and one that may follow), the path
+    of the root and that branch, and their logits, (3, V).
+    """
+    first, second, third, root, left, right, last, after = _tokens(lm)
     text = [first, second, third, root, right, last, after]
-    forward = TreeForward(Model("", lm, None, 0, ""))  # type: ignore[arg-type]
+    forward = TreeForward(Model("", lm, cast(Any, None), 0, ""))
     paths = Paths(root, text[:3], 1)
     nodes = [0, paths.child(0, left), paths.child(0, right)]
     nodes += [paths.child(nodes[1], last), paths.child(nodes[2], last)]
-    scores = forward(text[:3], paths, nodes).clone()[[0, 2, 4]]
-    forward.commit([nodes[0], nodes[2], nodes[4]])
-    scores = torch.cat([scores, forward(text[:-1], Paths(after, text[:-1], 1), [0])])
+    logits = forward(text[:3], paths, nodes).clone()
+    return forward, text, [nodes[0], nodes[2], nodes[4]], logits[[0, 2, 4]]
+
+
+def _difference(lm: PreTrainedModel) -> str:
+    """How the scores in a tree differ from the model's own; "" where they agree."""
+    forward, text, path, scores = small_tree(lm)
+    forward.commit(path)
+    scores = torch.cat([scores, forward(text[:-1], Paths(text[-1], text[:-1], 1), [0])])
     own = lm(torch.tensor([text], device=lm.device), use_cache=False).logits[0, -len(scores) :]
     if scores.shape != own.shape:
         return f"its scores have the shape {tuple(scores.shape)}, not {tuple(own.shape)}"
@@ -134,7 +144,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return max(1e-3, 16 * torch.finfo(dtype).eps)
 
 
-def trial_tokens(lm: PreTrainedModel) -> list[int]:
+def _tokens(lm: PreTrainedModel) -> list[int]:
     """Eight token ids from all over the vocabulary, none of which a configuration gives a meaning of its own."""
     embeddings: Any = lm.get_input_embeddings()
     config, size = text_config(lm), embeddings.weight.shape[0]
