@@ -17,7 +17,7 @@ from treegraft.collect.collector import collect
 from treegraft.collect.worker import Sampling, blocks
 from treegraft.data.log import read_log
 from treegraft.data.prompts import Prompt
-from treegraft.runtime import attention, exact
+from treegraft.runtime import attention, exact, models
 from treegraft.runtime import forward as forwarding
 from treegraft.runtime.attention import BLOCK
 from treegraft.runtime.decode import AUTOREGRESSIVE, Plan, PromptCache, decode
@@ -176,6 +176,12 @@ def test_a_machine_that_keeps_no_order_says_so_at_load(monkeypatch: pytest.Monke
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrap_model(lm)
+    # Once a setting: not at every text, as of `custom_generate`.
+    check = exact.check_rounding
+    monkeypatch.setattr(models, "check_rounding", lambda *_: pytest.fail("checked again"))
+    wrap_model(lm)
+    monkeypatch.setattr(models, "check_rounding", check)
+    monkeypatch.setattr(models, "check_branching", lambda *_: True)
     product = nn.functional.linear
 
     def by_rows(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -187,10 +193,12 @@ def test_a_machine_that_keeps_no_order_says_so_at_load(monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match=r"in torch.bfloat16 .*\(a product with 64 x 64 weights, .*differ by schedule"):
         wrap_model(lm)
     monkeypatch.undo()
+    monkeypatch.setattr(models, "check_branching", lambda *_: True)
     monkeypatch.setattr(exact, "can_order", lambda lm, dtype: False)
     with pytest.warns(UserWarning, match="attention, whose order of sums is kept on a CPU only"):
         wrap_model(lm)
     monkeypatch.undo()
+    monkeypatch.setattr(models, "check_branching", lambda *_: True)
     exact._attention_keeps.cache_clear()
     attend = attention._attend
 

@@ -99,8 +99,8 @@ def load_model(name: str, device: str = "cpu", dtype: str = "auto") -> Model:
         vocabulary = torch.tensor(sorted(ids), device=lm.device)
         lm.set_output_embeddings(_slice_head(lm.get_output_embeddings(), vocabulary))
     pack_linears(lm)
-    check_branching(name, lm)
-    check_rounding(name, lm, lm.dtype)
+    if check_branching(name, lm):
+        check_rounding(name, lm, lm.dtype)
     return Model(name, lm, tokenizer, context_limit(text_config(lm)), fingerprint, vocabulary)
 
 
@@ -111,8 +111,8 @@ def wrap_model(lm: PreTrainedModel) -> Model:
     """
     name = getattr(lm.config, "name_or_path", "") or type(lm).__name__
     _check_decoder_only(name, lm.config)
-    check_branching(name, lm)
-    check_rounding(name, lm, lm.dtype)
+    if check_branching(name, lm):
+        check_rounding(name, lm, lm.dtype)
     return Model(name, lm, cast(Any, None), context_limit(text_config(lm)), "")
 
 

@@ -22,21 +22,22 @@ RECURRENT = ("ssm_cfg", "state_size", "mamba_d_state", "mamba_d_conv", "conv_L_c
 _tried: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
 
 
-def check_branching(name: str, lm: PreTrainedModel) -> None:
+def check_branching(name: str, lm: PreTrainedModel) -> bool:
     """Raise ModelError unless `lm` gives a token the same scores in a draft tree as alone; tried once a setting.
 
     A small tree with two branches is processed, the second branch kept, and one token processed after it; the scores
     along the way have to be those of the model's own forward over the same text, rounding aside. A few layers of every
     kind are tried; all of them where those fail. Where rounding is coarse they are tried in float32 too, if there is
-    memory for it.
+    memory for it. Returns whether it was tried now.
     """
     if (settings := _settings(lm)) == _tried.get(lm):
-        return
+        return False
     if lm.device.type == "meta":
         raise ModelError(f"model {name!r}: its weights are not in memory (they were offloaded, or never loaded)")
     with torch.autocast(lm.device.type, enabled=False):  # it would round more coarsely than allowed for here
         _try(name, lm)
     _tried[lm] = settings
+    return True
 
 
 def _try(name: str, lm: PreTrainedModel) -> None:
@@ -49,12 +50,12 @@ def _try(name: str, lm: PreTrainedModel) -> None:
 
 
 def _settings(lm: PreTrainedModel) -> Any:
-    """What a trial's outcome depends on: the configuration, and each module's kind, mode, hooks and own forward."""
+    """What a trial depends on: configuration, precision, and each module's kind, mode, hooks and own forward."""
     modules = [
         (type(part), part.training, *part._forward_hooks, *part._forward_pre_hooks, vars(part).get("forward"))
         for part in lm.modules()
     ]
-    return lm.config.to_json_string(use_diff=False), modules
+    return lm.config.to_json_string(use_diff=False), lm.dtype, modules
 
 
 def _fault(lm: PreTrainedModel) -> str:
