@@ -49,7 +49,7 @@ def assistant(medium: Model) -> Any:
     lm: Any = copy.copy(medium.lm)
     if medium.draft_vocabulary is not None:
         lm._modules = dict(lm._modules)  # a head of its own; all other modules are shared
-        head = _FullHead(lm.get_output_embeddings(), medium.draft_vocabulary, lm.config.vocab_size)
+        head = _FullHead(lm.get_output_embeddings(), medium.draft_vocabulary, medium.embeds)
         lm.set_output_embeddings(head)
     return lm
 

@@ -14,7 +14,7 @@ from treegraft.runtime.decode import Decoded, Plan, decode
 from treegraft.runtime.drafting import Drafting
 from treegraft.runtime.forward import TreeForward
 from treegraft.runtime.latency import Curve, LatencyProfile, fit_curve
-from treegraft.runtime.model import Model, text_config
+from treegraft.runtime.model import Model
 from treegraft.runtime.scheduler import Mask, Rule, Rules, Schedule
 from treegraft.runtime.signals import UNCERTAINTY
 from treegraft.runtime.size import Cut
@@ -142,7 +142,7 @@ class _Runner:
     """Forwards of any size over a cache of `context` tokens, which they leave as it was."""
 
     def __init__(self, model: Model, context: int):
-        vocabulary = text_config(model.lm).vocab_size
+        vocabulary = model.embeds
         self.tokens = random.Random(context).choices(range(vocabulary), k=max(context, max(PROMPTS)) + 1)
         self.context = context
         self.forward = TreeForward(model)
